@@ -103,12 +103,12 @@ def run(config: ModelConfig, lengths: list[int], repeats: int, peers: list[str])
     }
 
 
-def random_model(config: ModelConfig) -> Canonical:
-    """Weights of the right shapes, made when they are read."""
+def random_model(config: ModelConfig, device: str = "cpu") -> Canonical:
+    """Return weights of the right shapes, which are made when they are read."""
 
     def entry(name: str, shape: tuple[int, ...]) -> Entry:
         def load() -> Tensor:
-            weight = torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.03, 0.03)
+            weight = torch.empty(shape, dtype=torch.bfloat16, device=device).uniform_(-0.03, 0.03)
             return weight + 1 if name.endswith(("norm.weight", ".D")) else weight
 
         return Entry(shape, torch.bfloat16, load)

@@ -249,6 +249,28 @@ def fp8_launches(arch: int, reset: bool = False) -> None:
         by_rows(x)
 
 
+def decoding_launches(arch: int, rows: int = 1) -> None:
+    """One token of some sequences: embedding, a Mamba layer, experts, and the head."""
+    from megatron_blackmamba.ops import triton_decoding as decoding
+
+    rank, wide, narrow = MODEL // 16, partial(torch.empty, device="meta"), bf16
+    mamba = decoding.MambaStep(
+        norm_D=wide(MODEL), in_proj=narrow(2 * INNER, MODEL), conv_weight_IK=wide(INNER, TAPS), conv_bias_I=wide(INNER),
+        x_proj=narrow(rank + 2 * STATE, INNER), dt_proj_IR=narrow(INNER, rank), dt_bias_I=wide(INNER),
+        A_IN=wide(INNER, STATE), D_I=wide(INNER), out_proj=narrow(MODEL, INNER), eps=1e-5,
+    )  # fmt: skip
+    experts = decoding.ExpertsStep(
+        norm_D=wide(MODEL), router_ED=wide(EXPERTS, MODEL), router_bias_E=wide(EXPERTS),
+        fc1_EGD=narrow(EXPERTS, 2 * HIDDEN, MODEL), fc2_EDF=narrow(EXPERTS, MODEL, HIDDEN), activation="silu", eps=1e-5,
+    )  # fmt: skip
+    tokens = torch.empty(rows, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        stream = decoding.embedded(tokens, narrow(VOCABULARY, MODEL), 1.0)
+        mamba(stream, wide(rows, TAPS - 1, INNER), wide(rows, INNER, STATE))
+        experts(stream)
+        decoding.product(stream, narrow(VOCABULARY, MODEL))
+
+
 OPERATIONS = {
     "selective_scan": scan_launches,
     "selective_scan, recomputed": partial(scan_launches, keep=False),
@@ -260,6 +282,8 @@ OPERATIONS = {
     "cross_entropy": cross_entropy_launches,
     "adam": adam_launches,
     "fp8": fp8_launches,
+    "decoding, one": decoding_launches,
+    "decoding, 64": partial(decoding_launches, rows=64),
 }
 
 

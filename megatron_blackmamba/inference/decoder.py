@@ -40,10 +40,13 @@ class State:
         memories = [[torch.cat(parts) for parts in zip(*layer, strict=True)] for layer in layers]
         return State(memories, torch.cat([state.last_B for state in states]))
 
+    def first(self, rows: int) -> "State":
+        """Return the first sequences, as views."""
+        return State([[tensor[:rows] for tensor in memory] for memory in self.memories], self.last_B[:rows])
+
     def copy_(self, other: "State") -> None:
         """Take over the values of `other`, in place."""
-        for mine, its in zip(self._tensors(), other._tensors(), strict=True):
-            mine.copy_(its)
+        torch._foreach_copy_(self._tensors(), other._tensors())
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return (*chain.from_iterable(self.memories), self.last_B)
@@ -54,16 +57,22 @@ class State:
 
 
 class Decoder:
-    """A model that reads and continues; the weights are shared by any number of states."""
+    """A model that reads and continues; the weights are shared by any number of states.
 
-    def __init__(self, weights: Weights):
+    fused: compute whole blocks in kernels of this project, where there are some for the layer and the device.
+    """
+
+    def __init__(self, weights: Weights, fused: bool = True):
         self.weights = weights
         self.config = weights.config
         self.threads: int | None = None
+        self.fused = fused
+        self.graphs: object = None
+        """The captured steps, once there are any (`captured`)."""
         self.how = decodings(weights.config)
         self.final_norm = norms.kind_of(weights.config.final_norm)
         in_order = self.config.arrangement == "sequential" and self.config.multipliers.residual == 1
-        compiles = decoding.why_not(weights.embedding_VD) is None and in_order
+        compiles = fused and decoding.why_not(weights.embedding_VD) is None and in_order
         self.compiled = [
             how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
             for how, layer, norm_D in zip(self.how, weights.layers, weights.norms_D, strict=True)
@@ -109,8 +118,8 @@ class Decoder:
             )
         residual_BD = self.embedded(tokens_B)
         with threads_for_matrices_alone(residual_BD, self.weights.embedding_VD) as self.threads:
-            self._restart(state)
             compiled = decoding.why_not(self.weights.embedding_VD) is None
+            self._restart(state, compiled)
             self._layers(state, residual_BD, Inputs(tokens_B), compiled, choices)
             state.last_B.copy_(tokens_B)
             return self.logits_of_stream(residual_BD)
@@ -122,24 +131,27 @@ class Decoder:
         layers = zip(self.how, weights.layers, weights.norms_D, state.memories, self.compiled, strict=True)
         x_BD = residual_BD
         for how, layer, norm_D, memory, step in layers:
-            in_cpp = compiled and step is not None
+            in_one = compiled and step is not None
             observed = choices is not None and how.routes
-            if norm_D is not None and (observed or not in_cpp):
+            if norm_D is not None and (observed or not in_one):
                 x_BD = rms_norm(residual_BD, norm_D, self.config.norm_eps)
-            if choices is not None and observed:  # the block in C++ does not tell its choice
+            if choices is not None and observed:  # a block in one step does not tell its choice
                 choices.append(how.choice(layer, x_BD, inputs, self.config))
             if compiled and step is not None:
-                step(residual_BD, *memory, threads=self.threads)
+                step(residual_BD, *memory, threads=self.threads, last_B=state.last_B)
             else:
                 residual_BD += how.step(self, layer, memory, x_BD, inputs) * self.config.multipliers.residual
 
-    def _restart(self, state: State) -> None:
-        if self.config.eod_reset is None:
+    def _restart(self, state: State, compiled: bool) -> None:
+        """Forget sequences whose document has ended, in the layers whose step does not do so."""
+        steps = zip(self.how, state.memories, self.compiled, strict=True)
+        left = [(how, memory) for how, memory, step in steps if not (compiled and step is not None and step.restarts)]
+        if self.config.eod_reset is None or not left:
             return
         going_on_B = state.last_B.ne(self.config.eod_reset)
         if not going_on_B.is_cuda and going_on_B.all():
             return
-        for how, memory in zip(self.how, state.memories, strict=True):
+        for how, memory in left:
             how.restart(memory, going_on_B)
 
     @torch.inference_mode()
@@ -175,11 +187,14 @@ class Decoder:
 
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Multiply a few rows by a weight, in fp32."""
-        return linear(x_BI, weight_OI, self.threads)
+        return linear(x_BI, weight_OI, self.threads, self.fused)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return the residual stream before the first layer, fp32 and a tensor of its own."""
-        return F.embedding(tokens, self.weights.embedding_VD).float() * self.config.multipliers.embedding
+        embedding_VD, multiplier = self.weights.embedding_VD, self.config.multipliers.embedding
+        if self.fused and (stream := decoding.embedded(tokens, embedding_VD, multiplier)) is not None:
+            return stream
+        return F.embedding(tokens, embedding_VD).float() * multiplier
 
     def activated(self, x: Tensor) -> Tensor:
         """Return what the second weight of an MLP or expert reads, of the product with the first."""
@@ -205,7 +220,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Apply the head to some rows behind the last norm: `[T, V]` fp32."""
-        hidden_TD = hidden_TD / self.config.logits_divisor
+        if self.config.logits_divisor != 1:
+            hidden_TD = hidden_TD / self.config.logits_divisor
         return capped(self.times(hidden_TD, self.weights.head_VD), self.config.logit_softcap)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.inference.captured import Step, stepper
+from megatron_blackmamba.inference.captured import Step, likeliest, stepper
 from megatron_blackmamba.inference.decoder import Decoder, State
 from megatron_blackmamba.inference.draft import Guessing, why_no_draft
 from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling
@@ -144,15 +144,16 @@ class Generator:
         prompts = [prompt for prompt in prompts for _ in range(samples)]
         sampler = Sampler(sampling, prompts, logits_BV.shape[-1], logits_BV.device)
         running = [True] * len(prompts) if running is None else running
+        likeliest_B = None
         for n in range(max_new_tokens):
-            tokens_B = sampler(logits_BV)
+            tokens_B = sampler(logits_BV, likeliest_B)
             tokens = tokens_B.tolist()
             running[:] = [goes_on and token != stop for goes_on, token in zip(running, tokens, strict=True)]
             if not any(running):
                 return
             yield [token if goes_on else None for goes_on, token in zip(running, tokens, strict=True)]
             if n + 1 < max_new_tokens:
-                logits_BV = step(tokens_B)
+                logits_BV, likeliest_B = step(tokens_B), likeliest(step)
 
     def _begun(self, prompts: Sequence[Sequence[int]], samples: int) -> tuple[Step, Tensor]:
         """Read the prompts; return the function for each further token, and the logits of the first."""

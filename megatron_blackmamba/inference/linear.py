@@ -9,11 +9,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megatron_blackmamba.ops import decoding
 from megatron_blackmamba.ops.matvec import MAX_VECTORS, matvec, product, why_not_cpp
 
 
-def linear(x_BI: Tensor, weight_OI: Tensor, threads: int | None = None) -> Tensor:
+def linear(x_BI: Tensor, weight_OI: Tensor, threads: int | None = None, fused: bool = True) -> Tensor:
     """Return x times the transposed weight; input and output are fp32 for every weight dtype."""
+    if fused and (y_BO := decoding.product(x_BI, weight_OI)) is not None:
+        return y_BO
     if why_not_cpp(weight_OI, x_BI) is None and x_BI.shape[0] <= MAX_VECTORS:
         return matvec(weight_OI, x_BI, threads)
     return product(x_BI, weight_OI).float()

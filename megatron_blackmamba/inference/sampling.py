@@ -92,10 +92,20 @@ class Sampler:
             for row, prompt in enumerate(prompts):
                 self.seen_BV[row, torch.tensor(prompt, device=device)] = True
 
-    def __call__(self, logits_BV: Tensor) -> Tensor:
-        """Return the next token of each row."""
-        if not bool(torch.isfinite(logits_BV).all()):
-            raise GenerationError("the logits are not finite: the model's weights contain NaN or are far too large")
+    @property
+    def greedy(self) -> bool:
+        """Return whether it takes the largest logits as they are."""
+        return self.sampling.temperature == 0 and self.seen_BV is None
+
+    def __call__(self, logits_BV: Tensor, likeliest_B: Tensor | None = None) -> Tensor:
+        """Return the next token of each row.
+
+        likeliest_B: the tokens with the largest logits, -1 for a row whose logits are not finite, if known.
+        """
+        if likeliest_B is not None and self.greedy:
+            require_finite(min(likeliest_B.tolist()) >= 0)
+            return likeliest_B.clone()  # which the next step overwrites
+        require_finite(bool(torch.isfinite(logits_BV).all()))
         logits_BV = logits_BV.float()
         if self.seen_BV is not None:
             penalty = self.sampling.repetition_penalty
@@ -114,6 +124,11 @@ class Sampler:
         last_B1 = (weights_BV > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not lead past it
         place_B1 = torch.searchsorted(ends_BV, aims_B1, right=True).minimum(last_B1)
         return order_BV.gather(1, place_B1)[:, 0]
+
+
+def require_finite(finite: bool) -> None:
+    if not finite:
+        raise GenerationError("the logits are not finite: the model's weights contain NaN or are far too large")
 
 
 def allowed(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

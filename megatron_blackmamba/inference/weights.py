@@ -50,6 +50,13 @@ class Weights:
     def device(self) -> torch.device:
         return self.embedding_VD.device
 
+    def addresses(self) -> tuple[int, ...]:
+        """Return where the tensors are in memory, which a captured step depends on."""
+        layers = (tensor for layer in self.layers for tensor in vars(layer).values())
+        norms_D = (norm_D for norm_D in self.norms_D if norm_D is not None)
+        every = (self.embedding_VD, self.head_VD, *layers, *norms_D, *self.final_norm_D)
+        return tuple(tensor.data_ptr() for tensor in every)
+
     @property
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""

@@ -101,7 +101,7 @@ class Decoding(ABC):
             tensor.mul_(going_on_B.view(-1, *[1] * (tensor.dim() - 1)))
 
     def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
-        """Return the whole block's step in C++, if there is one."""
+        """Return the whole block's step in C++ or Triton, if there is one for the weights' device."""
         return None
 
     def bytes_a_token(self, layer: Any, model: ModelConfig) -> int:

@@ -318,7 +318,11 @@ class ExpertsDecoding(Decoding):
     def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         routed = self.route(layer, x_BD, inputs, run.config)
         choice_P, x_PD = routed.chosen.flatten(), x_BD.repeat_interleave(run.config.top_k, dim=0)
-        y_PD = gathered(run, layer, x_PD, choice_P) if x_BD.is_cuda else chosen(run, layer, x_PD, choice_P.tolist())
+        y_PD = (
+            chosen(run, layer, x_PD, choice_P.tolist())
+            if x_BD.device.type == "cpu"
+            else gathered(run, layer, x_PD, choice_P)
+        )
         y_BD = _weighed(y_PD, routed.weights)
         if not run.config.shared_expert_hidden_size:
             return y_BD

@@ -250,7 +250,7 @@ class MambaDecoding(Decoding):
 
         if model.mamba_norms:
             return None
-        return mamba_step(norm_D=norm_D, **vars(layer), eps=model.norm_eps)
+        return mamba_step(norm_D=norm_D, **vars(layer), eps=model.norm_eps, eod=model.eod_reset)
 
     def step(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from megatron_blackmamba.ops.decoding import Step
     from megatron_blackmamba.settings import ModelConfig
 
 
@@ -115,6 +116,13 @@ class MLPDecoding(Decoding):
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         return []
+
+    def compiled(self, layer: MLPLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
+        from megatron_blackmamba.ops.decoding import mlp_step
+
+        if not model.gated or model.activation not in ("silu", "gelu"):
+            return None
+        return mlp_step(norm_D=norm_D, **vars(layer), activation=model.activation, eps=model.norm_eps)
 
     def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         return run.times(run.activated(run.times(x_BD, layer.fc1_GD)), layer.fc2_DF)

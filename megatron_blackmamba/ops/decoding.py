@@ -1,22 +1,30 @@
-"""One token of a few sequences through a whole block, norm and residual included, in C++ (csrc/decoding.cpp).
+"""One token of a few sequences through a whole block, norm and residual included: C++ on CPUs, Triton on GPUs.
 
 At batch 1 a block lasts as long as memory takes to deliver its weights, if little else happens between two matrices.
+The C++ is csrc/decoding.cpp, the Triton kernels are called by `triton_decoding`.
 
 Shapes: B sequences, D model, I inner, W window, K = W + 1 taps, N state, R rank of dt, E experts, F expert hidden,
 G = 2F gate and up. For Mamba-2: H heads, P channels of a head, Q channels of the convolution.
 """
 
 import ctypes
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.matvec import MAX_VECTORS, Matrix, matrix
 
 
 def why_not(weight: Tensor) -> str | None:
     """Return why blocks of such weights cannot run here, or None."""
+    if backends.triton_of("decoding", weight):
+        return None
+    return why_not_cpp(weight)
+
+
+def why_not_cpp(weight: Tensor) -> str | None:
     if reason := library.unavailable():
         return reason
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
@@ -24,13 +32,29 @@ def why_not(weight: Tensor) -> str | None:
     return None
 
 
-class Step:
-    """A block. Its weights are checked and described once; a call brings what changes with every token."""
+class Step(Protocol):
+    """A block, ready to run."""
+
+    restarts: bool
+    """Whether it forgets a sequence whose last token is the end of a document, where the model does."""
+
+    def __call__(self, *moving_B: Tensor, threads: int | None = None, last_B: Tensor | None = None) -> None:
+        """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place.
+
+        last_B: the last token of each sequence, for a block that restarts.
+        """
+        ...
+
+
+class CppStep:
+    """A block in C++. Its weights are checked and described once; a call brings what changes with every token."""
+
+    restarts = False
 
     def __init__(self, arguments: library.Arguments, workspace: int, **moving: tuple[int, ...]):
         self.arguments, self.workspace, self.moving = arguments, workspace, moving
 
-    def __call__(self, *moving_B: Tensor, threads: int | None = None) -> None:
+    def __call__(self, *moving_B: Tensor, threads: int | None = None, last_B: Tensor | None = None) -> None:
         """Take the residual stream `[B, D]`, and what the block remembers, one token further, in place."""
         for parts_B in zip(*(tensor.split(MAX_VECTORS) for tensor in moving_B), strict=True):
             self._advance(parts_B, threads)
@@ -59,12 +83,20 @@ def mamba_step(
     D_I: Tensor,
     out_proj: Tensor,
     eps: float,
+    eod: int | None = None,
 ) -> Step:
     """Compute residual_BD += out_proj(scan(convolution(in_proj(norm(residual))))); update window_BWI and state_BIN.
 
     Window and state have the layout of `causal_conv1d_step` and `selective_scan_step`. The rows of in_proj are [x | z];
     the rows of x_proj are [dt | B | C].
+
+    eod: token after which a sequence restarts, for a step that `restarts`.
     """
+    if triton := backends.triton_of("decoding", in_proj):
+        return triton.MambaStep(
+            norm_D=norm_D, in_proj=in_proj, conv_weight_IK=conv_weight_IK, conv_bias_I=conv_bias_I, x_proj=x_proj,
+            dt_proj_IR=dt_proj_IR, dt_bias_I=dt_bias_I, A_IN=A_IN, D_I=D_I, out_proj=out_proj, eps=eps, eod=eod,
+        )  # fmt: skip
     (I, N), K, D, R = A_IN.shape, conv_weight_IK.shape[1], norm_D.shape[0], dt_proj_IR.shape[1]
     arguments = _MambaStep(D=D, I=I, N=N, R=R, K=K, eps=eps)
     _describe(arguments, "norm", norm_D, (D,))
@@ -77,7 +109,7 @@ def mamba_step(
     _describe(arguments, "A", A_IN, (I, N))
     _describe(arguments, "D_skip", D_I, (I,))
     _describe_matrix(arguments, "out_proj", out_proj, (D, I))
-    return Step(arguments, D + 2 * I + R + 2 * N, residual=(D,), window=(K - 1, I), state=(I, N))
+    return CppStep(arguments, D + 2 * I + R + 2 * N, residual=(D,), window=(K - 1, I), state=(I, N))
 
 
 def mamba2_step(
@@ -93,12 +125,14 @@ def mamba2_step(
     out_proj: Tensor,
     groups: int,
     eps: float,
-) -> Step:
+) -> Step | None:
     """Compute residual_BD += out_proj(gated_rms_norm(ssd(convolution(in_proj(norm(residual)))))).
 
     Update window_BWQ and state_BHPN, which have the layout of `causal_conv1d_step` and `ssd_step`. The rows of in_proj
-    are [z | x | B | C | dt].
+    are [z | x | B | C | dt]. On CPUs only.
     """
+    if why_not_cpp(in_proj):
+        return None
     (Q, K), D, I, H = conv_weight_QK.shape, norm_D.shape[0], norm_I.shape[0], A_H.shape[0]
     P, N = I // H, (Q - I) // (2 * groups)
     arguments = _Mamba2Step(D=D, I=I, H=H, P=P, G=groups, N=N, K=K, eps=eps)
@@ -111,7 +145,7 @@ def mamba2_step(
     _describe(arguments, "D_skip", D_H, (H,))
     _describe(arguments, "gate_norm", norm_I, (H * P,))
     _describe_matrix(arguments, "out_proj", out_proj, (D, I))
-    return Step(arguments, D + I + Q + H, residual=(D,), window=(K - 1, Q), state=(H, P, N))
+    return CppStep(arguments, D + I + Q + H, residual=(D,), window=(K - 1, Q), state=(H, P, N))
 
 
 def experts_step(
@@ -131,6 +165,11 @@ def experts_step(
     choice_bias_E: added to the logits for the choice alone; with bias_on_scores, to their sigmoids.
     Only the weights of the chosen expert are read. The experts have the layout of `grouped_experts`.
     """
+    if triton := backends.triton_of("decoding", fc1_EGD):
+        return triton.ExpertsStep(
+            norm_D=norm_D, router_ED=router_ED, router_bias_E=router_bias_E, fc1_EGD=fc1_EGD, fc2_EDF=fc2_EDF,
+            activation=activation, eps=eps, choice_bias_E=choice_bias_E, bias_on_scores=bias_on_scores,
+        )  # fmt: skip
     E, D, F = fc2_EDF.shape
     gelu = {"silu": 0, "gelu": 1}[activation]
     arguments = _ExpertsStep(D=D, E=E, F=F, gelu=gelu, bias_on_scores=bias_on_scores, eps=eps)
@@ -141,7 +180,41 @@ def experts_step(
         _describe(arguments, "choice_bias", choice_bias_E, (E,))
     _describe_matrix(arguments, "fc1", fc1_EGD, (E, 2 * F, D))
     _describe_matrix(arguments, "fc2", fc2_EDF, (E, D, F))
-    return Step(arguments, D + F, residual=(D,))
+    return CppStep(arguments, D + F, residual=(D,))
+
+
+def mlp_step(*, norm_D: Tensor, fc1_GD: Tensor, fc2_DF: Tensor, activation: str, eps: float) -> Step | None:
+    """Compute residual_BD += mlp(norm(residual)) of a gated MLP, where there is a kernel for it."""
+    if triton := backends.triton_of("decoding", fc1_GD):
+        return triton.ExpertsStep(
+            norm_D=norm_D, fc1_EGD=fc1_GD[None], fc2_EDF=fc2_DF[None], activation=activation, eps=eps
+        )
+    return None
+
+
+def embedded(tokens: Tensor, embedding_VD: Tensor, multiplier: float) -> Tensor | None:
+    """Return the embeddings of any tokens in fp32, times a factor, if there is a kernel for that."""
+    if triton := backends.triton_of("decoding", embedding_VD):
+        stream: Tensor = triton.embedded(tokens, embedding_VD, multiplier)
+        return stream
+    return None
+
+
+def product(x_BI: Tensor, weight_OI: Tensor) -> Tensor | None:
+    """Return x @ weight.T of a few vectors in fp32, if there is a kernel for that which does not round the result."""
+    triton = backends.triton_of("decoding", weight_OI)
+    if triton is None or x_BI.dim() != 2 or not 0 < len(x_BI) <= triton.MOST_ROWS:
+        return None
+    y_BO: Tensor = triton.product(x_BI, weight_OI)
+    return y_BO
+
+
+def likeliest(logits_BV: Tensor) -> Tensor | None:
+    """Return the token with the largest logit of each sequence, if there is a kernel; -1 where one is not finite."""
+    if triton := backends.triton_of("decoding", logits_BV):
+        token_B: Tensor = triton.likeliest(logits_BV)
+        return token_B
+    return None
 
 
 def _describe(arguments: library.Arguments, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference import Generator, State
+from megatron_blackmamba.inference.captured import Captured, Step, captures, graphs_of, likeliest, stepper
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, told_tokens
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -52,6 +53,12 @@ class Batch:
 
     rows: list[Row]
     state: State
+    step: Step | None = None
+    """Takes the state further, once the rows have stepped together."""
+
+    def settled(self) -> State:
+        """Return the state after the last step."""
+        return self.step.settled() if isinstance(self.step, Captured) else self.state
 
 
 class Engine:
@@ -103,6 +110,8 @@ class Engine:
         return sum(len(one.rows) for one in reading) + sum(len(batch.rows) for batch in batches)
 
     def _run(self) -> None:
+        if captures(self.decoder):
+            graphs_of(self.decoder).reserve(self.max_rows)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self.waiting or self.reading or self.batches)
@@ -167,7 +176,7 @@ class Engine:
             return batch
         index = torch.tensor([i for i, kept in enumerate(keep) if kept], device=batch.state.last_B.device)
         rows = [row for row, kept in zip(batch.rows, keep, strict=True) if kept]
-        return Batch(rows, batch.state.rows(index.long()))
+        return Batch(rows, batch.settled().rows(index.long()))
 
     def _read(self, one: Reading) -> bool:
         """Read one piece of a prompt; behind its last, write the first tokens. Return whether some of it is left."""
@@ -214,20 +223,26 @@ class Engine:
             self.batches.append(Batch(going_on, joining))
         else:
             batch = self.batches[0]
-            self.batches[0] = Batch([*batch.rows, *going_on], State.joined([batch.state, joining]))
+            self.batches[0] = Batch([*batch.rows, *going_on], State.joined([batch.settled(), joining]))
 
     def _step(self, batch: Batch) -> bool:
         """Take every row one token further; the rows that end leave. Return True."""
         tokens_B = torch.tensor([row.last for row in batch.rows], device=self.decoder.weights.device)
         choices: list[Tensor] | None = [] if any(row.job.experts for row in batch.rows) else None
-        logits_BV = self.decoder.step(batch.state, tokens_B, choices)
+        best: list[int] | None = None
+        if choices is None:
+            batch.step = batch.step or stepper(self.decoder, batch.state)
+            logits_BV = batch.step(tokens_B)
+            best = None if (known_B := likeliest(batch.step)) is None else known_B.tolist()
+        else:  # a captured step does not tell them
+            logits_BV = self.decoder.step(batch.settled(), tokens_B, choices)
         experts = [] if choices is None else experts_of(choices)
         keep = []
         for i, row in enumerate(batch.rows):
-            read = experts[i : i + 1]
-            keep.append(self._guarded([row.job], row.advance, logits_BV[i], self.tokenizer, read))
+            read, token = experts[i : i + 1], None if best is None else best[i]
+            keep.append(self._guarded([row.job], row.advance, logits_BV[i], self.tokenizer, read, token))
         left = self._kept(batch, keep)
-        batch.rows, batch.state = left.rows, left.state
+        batch.rows, batch.state, batch.step = left.rows, left.state, left.step
         return True
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference import Sampling
-from megatron_blackmamba.inference.sampling import Sampler
+from megatron_blackmamba.inference.sampling import Sampler, require_finite
 from megatron_blackmamba.inference.text import Text
 from megatron_blackmamba.tokenizer import Tokenizer
 
@@ -86,12 +86,19 @@ class Row:
     written: int = 0
     last: int = -1
 
-    def advance(self, logits_V: Tensor, tokenizer: Tokenizer, experts: Sequence[Experts] = ()) -> bool:
+    def advance(
+        self, logits_V: Tensor, tokenizer: Tokenizer, experts: Sequence[Experts] = (), likeliest: int | None = None
+    ) -> bool:
         """Choose the next token and emit what it adds; return whether the row goes on.
 
         experts: of the tokens read since the last call.
+        likeliest: the token with the largest logit, -1 if they are not finite, if known.
         """
-        token = int(self.sampler(logits_V[None])[0])
+        if likeliest is not None and self.sampler.greedy:
+            require_finite(likeliest >= 0)
+            token = likeliest
+        else:
+            token = int(self.sampler(logits_V[None])[0])
         read = tuple(experts) if self.job.experts else ()
         if token == tokenizer.eod_id:
             self.job.emit(Written(self.number, self.text.rest(), experts=read, finished="stop"))

@@ -14,22 +14,23 @@ EPS = 1e-2  # large enough to be missed
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-def norm(x, weight):
-    return x / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt() * weight
+def norm(x, weight, rounded=lambda x: x):
+    return rounded(x * weight) / (x.square().mean(dim=-1, keepdim=True) + EPS).sqrt()
 
 
-def mamba_in_float64(w, residual, window, state):
+def mamba_in_float64(w, residual, window, state, rounded=lambda x: x):
+    """rounded: what is done to the inputs of products, for kernels that round them."""
     w = {name: tensor.double() for name, tensor in w.items()}
     residual, window, state = residual.double(), window.double(), state.double()
     I, R, N = w["D_I"].shape[0], w["dt_proj_IR"].shape[1], w["A_IN"].shape[1]
-    x, z = (norm(residual, w["norm_D"]) @ w["in_proj"].t()).split(I, dim=-1)
+    x, z = (norm(residual, w["norm_D"], rounded) @ w["in_proj"].t()).split(I, dim=-1)
     inputs = torch.cat((window, x[:, None]), dim=1)
     x = F.silu((inputs * w["conv_weight_IK"].t()).sum(dim=1) + w["conv_bias_I"])
-    dt, B, C = (x @ w["x_proj"].t()).split([R, N, N], dim=-1)
-    delta = F.softplus(dt @ w["dt_proj_IR"].t() + w["dt_bias_I"])
+    dt, B, C = (rounded(x) @ w["x_proj"].t()).split([R, N, N], dim=-1)
+    delta = F.softplus(rounded(dt) @ w["dt_proj_IR"].t() + w["dt_bias_I"])
     state = state * (delta[:, :, None] * w["A_IN"]).exp() + (delta * x)[:, :, None] * B[:, None]
     y = ((state * C[:, None]).sum(dim=-1) + w["D_I"] * x) * F.silu(z)
-    return {"residual": residual + y @ w["out_proj"].t(), "window": inputs[:, 1:], "state": state}
+    return {"residual": residual + rounded(y) @ w["out_proj"].t(), "window": inputs[:, 1:], "state": state}
 
 
 def mamba2_in_float64(w, residual, window, state):
@@ -50,16 +51,16 @@ def mamba2_in_float64(w, residual, window, state):
     return {"residual": residual + y @ w["out_proj"].t(), "window": inputs[:, 1:], "state": state}
 
 
-def experts_in_float64(w, residual, activation, bias_on_scores):
+def experts_in_float64(w, residual, activation, bias_on_scores, rounded=lambda x: x):
     w = {name: tensor.double() for name, tensor in w.items()}
     x = norm(residual.double(), w["norm_D"])
     logits = x @ w["router_ED"].t() + w["router_bias_E"]
     ranks = logits.sigmoid() if bias_on_scores else logits
     choice = (ranks + w.get("choice_bias_E", 0)).argmax(dim=-1)
     best = logits.gather(-1, choice[:, None])[:, 0]
-    gate, up = torch.einsum("bgd,bd->bg", w["fc1_EGD"][choice], x).chunk(2, dim=-1)
+    gate, up = torch.einsum("bgd,bd->bg", w["fc1_EGD"][choice], rounded(x)).chunk(2, dim=-1)
     hidden = {"silu": F.silu, "gelu": F.gelu}[activation](gate) * up
-    y = torch.einsum("bdf,bf->bd", w["fc2_EDF"][choice], hidden)
+    y = torch.einsum("bdf,bf->bd", w["fc2_EDF"][choice], rounded(hidden))
     return {"residual": residual.double() + y * best.sigmoid()[:, None]}
 
 

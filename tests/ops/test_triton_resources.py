@@ -18,10 +18,18 @@ KERNELS = {
     "cross_entropy": {"loss_and_gradient"},
     "adam": {"adam_update"},
     "fp8": {"round_rows"},
+    "decoding, one": {"embed", "mamba_in_one", "mamba_scan", "add_product_one", "gated_in_one"},
+    "decoding, 64": {
+        *("embed", "mamba_in_rows", "mamba_scan", "add_product_rows"),
+        *("route", "gated_in_rows", "add_expert_rows"),
+    },
 }
 FROM_HOPPER_ON = ("fp8",)
 SPILLED = {("forward", 90): 16}
 """Bytes that a kernel stores outside its loop, for registers that its loop needs; all others store none."""
+
+SHARED_BY_TILES = 160 * 1024
+"""Bytes of an A100, of which kernels that multiply tiles hold several in flight."""
 
 
 @pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
@@ -38,7 +46,7 @@ def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
         spilled = SPILLED.get((kernel.name, kernel.arch), 0)
         assert kernel.spilled_bytes <= spilled, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
         assert kernel.loop.count("LDL", "STL") == 0, f"{kernel.name} spills in its loop on sm_{kernel.arch}"
-        assert kernel.shared_bytes <= 4096
+        assert kernel.shared_bytes <= (SHARED_BY_TILES if kernel.name.endswith("_rows") else 8192)
 
 
 def by_name(kernels):

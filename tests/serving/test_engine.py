@@ -1,5 +1,7 @@
 """The engine, mostly one turn at a time and without its thread."""
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from queue import Queue
 from threading import Thread
 from time import sleep
@@ -12,6 +14,7 @@ from megatron_blackmamba.inference.decoder import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.serving.engine import Busy, Engine
 from megatron_blackmamba.serving.job import Failed, Job
+from tests.inference.replayed import graphs
 from tests.reference import tiny
 from tests.reference.canonical import canonical
 
@@ -35,10 +38,13 @@ def text_of(pieces):
     return "".join(piece.text for piece in pieces)
 
 
-@pytest.fixture(params=["r4r4", "r4a4"], ids=["recurrent", "attention"])
-def engine(request, generator) -> Engine:
-    decoder = Decoder(pack(canonical(tiny(layers=request.param)), torch.float32))
-    return Engine(Generator(decoder, generator.tokenizer))
+@pytest.fixture(params=["r4r4", "r4a4", "captured"], ids=["recurrent", "attention", "captured"])
+def engine(request, generator) -> Iterator[Engine]:
+    """Yield an engine; `captured` steps as on a GPU."""
+    layers = "r4r4" if request.param == "captured" else request.param
+    decoder = Decoder(pack(canonical(tiny(layers=layers)), torch.float32))
+    with graphs() if request.param == "captured" else nullcontext():
+        yield Engine(Generator(decoder, generator.tokenizer))
 
 
 def test_rows_join_and_leave_between_steps(engine):
