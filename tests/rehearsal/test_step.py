@@ -132,9 +132,12 @@ def test_no_product_is_fp32_and_nothing_fp64(step):
     assert not [what for what in step["odd"] if "fp64" in what or "CPU" in what or "cpu" in what]
 
 
-def test_mamba_layers_run_the_triton_kernels(step):
+def test_mamba_layers_run_the_fast_kernels(step):
     if "M" in step["layers"]:
-        assert {"forward", "backward", "convolve_forward", "convolve_backward"} <= set(step["kernels"])
+        kernels = config_of(step).kernels
+        in_cuda = config_of(step).training.precision == "bf16" and kernels.scan_states == "keep"
+        scan = {"scan_forward", "scan_backward", "sum_of_blocks"} if in_cuda else {"forward", "backward"}
+        assert {*scan, "convolve_forward", "convolve_backward"} <= set(step["kernels"])
     assert {"norm_forward", "norm_backward"} <= set(step["kernels"])
     if any(kind.routed for kind in kinds_in(step["layers"])) and config_of(step).model.router.kind == "sinkhorn":
         assert "_choose" in step["kernels"]

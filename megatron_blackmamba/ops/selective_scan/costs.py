@@ -38,8 +38,15 @@ def cuda_slots(kernel: str, blocks: int) -> float:
     """Return the issue slots per state and token of a CUDA kernel, from the processor that has most blocks."""
     alone, shared = CUDA_SLOTS[kernel]
     most = -(-blocks // PROCESSORS)
+    if in_segments(kernel, blocks):
+        return shared
     in_twos = most - most % 2 if kernel == "scan_backward" else most * (most > 1)
     return (in_twos * shared + (most - in_twos) * alone) * PROCESSORS / blocks
+
+
+def in_segments(kernel: str, blocks: int, processors: int = PROCESSORS) -> bool:
+    """Return whether so few blocks are cut into segments, which another kernel joins."""
+    return (3 if kernel == "scan_forward" else 2) * blocks <= processors
 
 
 def work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
@@ -51,8 +58,10 @@ def work(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
     states = at.width * N * cells / BACKWARD_STEPS
     forward = Work(5 * one + states, slots=cuda_slots("scan_forward", blocks) * N * cells)
     backward = Work(8 * one + states + sums, slots=cuda_slots("scan_backward", blocks) * N * cells)
-    first_pass = [Work(2 * one, slots=SLOTS["segment_ends"] * N * cells)] if 3 * blocks <= PROCESSORS else []
-    of_segments = [Work(4 * one, slots=KEPT_SLOTS["chunk_parts"] * N * cells)] if 2 * blocks <= PROCESSORS else []
+    first_pass = [Work(2 * one, slots=SLOTS["segment_ends"] * N * cells)] if in_segments("scan_forward", blocks) else []
+    of_segments = (
+        [Work(4 * one, slots=KEPT_SLOTS["chunk_parts"] * N * cells)] if in_segments("scan_backward", blocks) else []
+    )
     return [forward, *first_pass], [backward, Work(sums), *of_segments]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import nvrtc
 from megatron_blackmamba.ops.context import Chain
+from megatron_blackmamba.ops.selective_scan.costs import in_segments
 from megatron_blackmamba.ops.selective_scan.cuda_launch import STATES, WIDTH, aligned
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
@@ -89,9 +90,9 @@ def rule(B: int, L: int, I: int, processors: int = 132) -> "Plan":
         length = -(-L // (max(wanted, 1) * plan.chunk)) * plan.chunk
         return 0 if length >= L else length
 
-    if 3 * blocks <= processors:  # joining segments costs another pass
+    if in_segments("scan_forward", blocks, processors):
         plan = replace(plan, segment=segment(2 * processors // blocks))
-    if 2 * blocks <= processors:
+    if in_segments("scan_backward", blocks, processors):
         plan = replace(plan, backward_segment=segment(2 * processors // blocks))
     return plan
 
