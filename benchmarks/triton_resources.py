@@ -1,10 +1,11 @@
-"""GPU resources of the Triton kernels, read from their machine code, without a GPU.
+"""GPU resources of the kernels, read from their machine code, without a GPU.
 
     python -m benchmarks.triton_resources [--arch 80 90] [--json]
 
 The operations run as in training, forward and backward, on tensors without data. Each kernel is compiled for the
 architecture, with the specialisation of a real call, but not launched. Registers, spills, shared memory and the
-instruction mix of the main loop are read from the binary. `ptxas`, `cuobjdump` and `nvdisasm` come with Triton.
+instruction mix of the main loop are read from the binary. `ptxas`, `cuobjdump` and `nvdisasm` come with Triton. The
+kernels in CUDA C++ are left out where NVRTC or cuda-bindings is missing; both come with PyTorch for CUDA.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -56,7 +57,7 @@ class Kernel:
     @cached_property
     def loop(self) -> Loop:
         """The main loop; reading it takes longer than the rest."""
-        return _loop(_output("nvdisasm", self.cubin, "-c"))
+        return _loop(disassembled(self))
 
     def as_json(self) -> dict[str, object]:
         known = {name: value for name, value in vars(self).items() if name not in ("cubin", "loop")}
@@ -134,11 +135,36 @@ def _read(name: str, constants: dict[str, int | str], compiled, arch: int) -> Ke
     )
 
 
-def _output(tool: str, cubin: bytes, option: str) -> str:
+def cuda_kernels(arch: int) -> list[Kernel]:
+    """Compile the kernels of the scan in CUDA C++, its forward pass with one and with two channels a thread."""
+    from megatron_blackmamba.ops import nvrtc
+    from megatron_blackmamba.ops.selective_scan import cuda_launch
+
+    found = []
+    for channels in (1, 2):
+        defines = {"HAS_Z": 1, "HAS_RESET": 0, "SOFTPLUS": 1, "RAGGED": 0, "SAVE": 1, "CHANNELS": channels}
+        cubin = nvrtc.compile_source(cuda_launch.SOURCE, defines, f"sm_{arch}")
+        usage = _output("cuobjdump", cubin, "-res-usage")
+        for name, registers, stack in re.findall(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+)", usage):
+            states = {"scan_forward": channels * 64, "scan_backward": 64}.get(name, 0)
+            if name == "scan_forward" or channels == 1:
+                warps = 4 // channels if name == "scan_forward" else 4
+                constants: dict[str, int | str] = {"CHANNELS": channels, "STATES": states}
+                found.append(Kernel(name, arch, warps, constants, int(registers), int(stack), 0, cubin))
+    return found
+
+
+def disassembled(kernel: Kernel) -> str:
+    """Return the kernel's machine code as text, with its encoding."""
+    text = _output("nvdisasm", kernel.cubin, "-c", "-hex")
+    return text.partition(f".text.{kernel.name}:")[2].partition("\n.text.")[0]
+
+
+def _output(tool: str, cubin: bytes, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([TOOLS / tool, option, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([TOOLS / tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _loop(code: str) -> Loop:
@@ -293,6 +319,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     kernels = [k for arch in options.arch for run in OPERATIONS.values() for k in kernels_of(run, arch)]
+    with suppress(ImportError):  # without NVRTC
+        kernels += [k for arch in options.arch if arch >= 90 for k in cuda_kernels(arch)]
     if options.json:
         print(json.dumps([k.as_json() for k in kernels], indent=1))
     else:
@@ -303,6 +331,8 @@ def issue_slots(kernel: Kernel) -> tuple[float, float] | None:
     """Instructions, and issue slots that special functions fill (eight each): a state and token of a scan kernel, a
     logit of the router's one program."""
     constants = kernel.constants
+    if states := int(constants.get("STATES", 0)):  # of a thread, in one loop
+        return kernel.loop.instructions / states, 8 * kernel.loop.count("MUFU") / states
     if {"STEPS", "N", "BLOCK_I"} <= constants.keys():
         items = constants["STEPS"] * constants["N"] * constants["BLOCK_I"]
     elif kernel.name == "_find_offsets":

@@ -198,3 +198,17 @@ def test_plans_cut_sequences_only_where_few_come():
     assert cuda.rule(42, 2048, 2304).channels == 2
     alone = cuda.rule(1, 2048, 2304)
     assert 0 < alone.segment < 2048 and 0 < alone.backward_segment < 2048
+
+
+def test_kernels_compile_without_spills_and_are_modelled():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from benchmarks import triton_resources, warp_model
+
+    kernels = {(k.name, k.constants["CHANNELS"]): k for k in triton_resources.cuda_kernels(90)}
+    assert [k.spilled_bytes for k in kernels.values()] == [0] * len(kernels)
+    backward, forward = kernels["scan_backward", 1], kernels["scan_forward", 2]
+    assert backward.registers <= 255 and forward.registers <= 168  # two blocks of 128 threads, six of 64
+    body = warp_model.main_loop(triton_resources.disassembled(forward))
+    alone, three = (warp_model.cycles(body, warps, loops=2)[0] / (warps * 128) for warps in (1, 3))
+    exponentials = triton_resources.issue_slots(forward)[1]
+    assert exponentials <= three < alone  # no schedule beats the special functions, and warps hide each other's waits
