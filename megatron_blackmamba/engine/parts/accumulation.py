@@ -62,12 +62,21 @@ class Accumulation(DistributedDataParallel):
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
                     self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
                 replace(bucket, "gradient_scaling_factor", 1.0)
-        if not self._weights:
-            self.grad_accs.clear()  # and with them the hooks, of which none has anything to add
+        if not self.ddp_config.overlap_grad_reduce:
+            self._hook_weights()
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             if _ranks_of(group).size() == 1:
                 for exchange in ("start_grad_sync", "finish_grad_sync", "start_param_sync"):
                     replace(group, exchange, _nothing)
+
+    def _hook_weights(self) -> None:
+        """Hook weights instead of autograd's nodes, and only where there is something to add.
+
+        A node that is kept computes on the stream on which it was made, which is not the one that captures a graph.
+        """
+        self.grad_accs.clear()  # the nodes, and with them their hooks
+        for parameter in self._weights.values():
+            parameter.register_post_accumulate_grad_hook(self._make_backward_post_hook(parameter))
 
     def zero_grad_buffer(self) -> None:
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
