@@ -149,7 +149,7 @@ def measure(subjects: list[Subject], sequences: int, repeats: int) -> list[dict[
     for round_ in range(-WARM_UP, repeats):
         for name, (gradients, step) in steps.items():
             if len(steps) > 1:
-                gradients()
+                gradients(), step.update()
             taken = clocked(gradients, step.update)
             if round_ >= 0:
                 times[name].append(taken)

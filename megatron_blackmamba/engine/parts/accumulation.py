@@ -48,6 +48,10 @@ class Accumulation(DistributedDataParallel):
         self._weights: dict[int, Weight] = {}
         self._direct: list[Weight] = []
         """Parameters to whose buffer autograd adds, since their `grad` is a part of it."""
+        self.reads_grad = False
+        """Whether the optimizer reads the `grad` of a parameter that has one, and its buffer otherwise."""
+        self.keeps_grad = False
+        """Whether gradients stay in `grad`: with one micro-batch and one replica, there is nothing to add up."""
         self._factors: dict[int, tuple[float, Tensor]] = {}
         """By id, what a gradient is multiplied by, so that the sum over the replicas is a mean; also as a tensor."""
         as_tensor: dict[float, Tensor] = {}
@@ -106,6 +110,10 @@ class Accumulation(DistributedDataParallel):
 
         def hook(*unused: Any) -> None:
             if id(param) not in self._weights:
+                return
+            if self.keeps_grad and self._factors[id(param)][0] == 1.0:
+                if param.grad is not None:
+                    self.outdated.pop(id(param), None)
                 return
             if param.grad is not None:
                 self._add(param, param.grad)

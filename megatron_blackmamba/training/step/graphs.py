@@ -62,6 +62,8 @@ class _Captured:
     """Where it reads the micro-batch."""
     outdated: dict[int, Any]
     """The weights of whose gradients the buffers hold the last step's after it."""
+    gradients: list[Tensor | None]
+    """Of each weight, where the graph writes its gradient; None if it adds that to a buffer."""
     loss_scale: Tensor | None
     """It reads and writes that tensor, so it must not be freed."""
 
@@ -115,7 +117,7 @@ class Graphs:
         kind = (frozenset(outdated), *((name, x.shape, x.dtype) for name, x in batch.items()))
         captured = self._captured.get(kind)
         if captured is None:
-            before, problem = outdated.copy(), ""
+            before, problem = (outdated.copy(), self._gradients()), ""
             try:
                 captured = self._captured[kind] = self._capture(batch, eager)
             except torch.OutOfMemoryError:
@@ -123,25 +125,38 @@ class Graphs:
             except RuntimeError as error:
                 problem = f"the capture fails: {next(iter(str(error).splitlines()), type(error).__name__)}"
             if captured is None:  # what it held is free only here
-                self.reduced.outdated = before
+                self.reduced.outdated, gradients = before
+                self._set(gradients)
                 self.stop(problem)
                 return None
         for name, x in batch.items():
             captured.batch[name].copy_(x, non_blocking=True)
         captured.recorded.replay()
         self.reduced.outdated = captured.outdated.copy()
+        self._set(captured.gradients)
         return {name: x.clone() for name, x in captured.recorded.found.items()}
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [weight.grad for weight in self.reduced.parameters()]
+
+    def _set(self, gradients: list[Tensor | None]) -> None:
+        for weight, gradient in zip(self.reduced.parameters(), gradients, strict=True):
+            weight.grad = gradient
 
     def _capture(self, batch: Batch, eager: Callable[[Batch], Found]) -> _Captured:
         if self._pool is None:
             self._pool = new_pool()
         here = {name: x.to(device.device(), copy=True) for name, x in batch.items()}
-        with schedule.one_of(self._count, self.reduced.config):
-            recorded = Recorded(lambda: eager(here), self._pool)
+        self.reduced.keeps_grad = self._count == 1 and self.reduced.reads_grad
+        try:
+            with schedule.one_of(self._count, self.reduced.config):
+                recorded = Recorded(lambda: eager(here), self._pool)
+        finally:
+            self.reduced.keeps_grad = False
         if not self._told:
             self._told = True
             self._tell("a micro-batch is one launch")
-        return _Captured(recorded, here, self.reduced.outdated.copy(), schedule.loss_scale())
+        return _Captured(recorded, here, self.reduced.outdated.copy(), self._gradients(), schedule.loss_scale())
 
 
 def new_pool() -> Any:
