@@ -154,7 +154,7 @@ def measure(subjects: list[Subject], sequences: int, repeats: int) -> list[dict[
             if round_ >= 0:
                 times[name].append(taken)
             if len(steps) > 1:
-                step.graphs.release()
+                step.make_room()
     rows = []
     for subject in subjects:
         gradients_ms, update_ms = (statistics.median(column) for column in zip(*times[subject.name], strict=True))

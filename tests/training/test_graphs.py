@@ -83,7 +83,7 @@ def test_replayed_steps_equal_the_schedules(micro_batches, place, tmp_path, monk
     assert found == expected
     assert all(torch.equal(one, other) for one, other in zip(ours, grads, strict=True))
     assert torch.equal(replayed.weights(), run.weights())
-    assert len(replayed.step.graphs._captured) == min(2, micro_batches) and told == ["a micro-batch is one launch"]
+    assert len(replayed.step.graphs.captured) == min(2, micro_batches) and told == ["a micro-batch is one launch"]
 
 
 def test_failed_capture_goes_on_without_graphs(place, tmp_path, monkeypatch):
@@ -106,14 +106,14 @@ def test_failed_capture_goes_on_without_graphs(place, tmp_path, monkeypatch):
 
 def test_validation_frees_the_graphs(place, tmp_path, monkeypatch):
     _, _, run, _ = trained(place, tmp_path, monkeypatch, True, 1)
-    assert run.step.graphs._captured
+    assert run.step.graphs.captured
     run.step.evaluate(run.batches())
-    assert not run.step.graphs._captured
+    assert not run.step.graphs.captured
 
 
 def test_cpus_capture_nothing(place, tmp_path):
     run = Run(place, tmp_path, "bf16").train(4)
-    assert not run.step.graphs.wanted and not run.step.graphs._captured
+    assert not run.step.graphs.wanted and not run.step.graphs.captured
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class Graphs:
         self.reduced, self._tell = reduced, tell
         self.wanted = config.kernels.cuda_graph == "auto" and device.has_cuda()
         self._why_not, self._steps, self._told = why_not(config, processes), 0, False
-        self._captured: dict[Any, _Captured] = {}
+        self.captured: dict[Any, _Captured] = {}
         self._count = 0
         self._pool: Any = None
 
@@ -87,7 +87,7 @@ class Graphs:
 
     def release(self) -> None:
         """Give back the memory of all graphs; they are captured again when they are needed."""
-        self._captured.clear()
+        self.captured.clear()
         if self._pool is not None:
             self._pool = None
             torch.cuda.empty_cache()
@@ -115,11 +115,11 @@ class Graphs:
             return None
         outdated = self.reduced.outdated
         kind = (frozenset(outdated), *((name, x.shape, x.dtype) for name, x in batch.items()))
-        captured = self._captured.get(kind)
+        captured = self.captured.get(kind)
         if captured is None:
             before, problem = (outdated.copy(), self._gradients()), ""
             try:
-                captured = self._captured[kind] = self._capture(batch, eager)
+                captured = self.captured[kind] = self._capture(batch, eager)
             except torch.OutOfMemoryError:
                 problem = "the GPU's memory does not suffice"
             except RuntimeError as error:

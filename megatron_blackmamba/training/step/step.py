@@ -153,10 +153,16 @@ class Step:
                 self.trainable.ema.update()
         return Update(bool(applied), float(norm))
 
+    def make_room(self) -> None:
+        """Free the memory of CUDA graphs, of which the last gradients may be a part."""
+        if self.graphs.captured:
+            self.trainable.optimizer.zero_grad()
+            self.graphs.release()
+
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], routed_as_trained: bool = False) -> Losses:
         """Return the losses of a global batch, the router choosing as in inference, or as in training."""
-        self.graphs.release()  # their memory, of which a forward pass without gradients takes less
+        self.make_room()
         self.trainable.reduced.eval()
         routers = [module for module in self.trainable.reduced.modules() if isinstance(module, Router)]
         if routed_as_trained:
