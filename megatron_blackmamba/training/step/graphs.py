@@ -94,7 +94,7 @@ class Graphs:
 
     @contextmanager
     def step(self, micro_batches: int) -> Iterator[None]:
-        """Take a step of this many micro-batches within."""
+        """Compute the gradients of a step of this many micro-batches within."""
         if self.wanted and self._why_not:
             self.stop(self._why_not)
         if micro_batches != self._count:

@@ -6,7 +6,7 @@ Shapes: B batch, S sequence, L layers, E experts.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -138,7 +138,7 @@ class Step:
             self.trainable.reduced.train()
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
-        with self.router_state.held_back(), self.graphs.step(self.micro_batches(global_batch)):
+        with self.router_state.held_back():
             return self._run(batches, global_batch, forward_only=False, known=(asked_to_stop, *shards))
 
     def update(self) -> Update:
@@ -180,7 +180,9 @@ class Step:
     def _run(
         self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, known: tuple[int, ...] = (0, 0, 0)
     ) -> Losses:
-        sums = self._scheduled(self._read, batches, self.micro_batches(global_batch), forward_only)
+        count = self.micro_batches(global_batch)
+        with nullcontext() if forward_only else self.graphs.step(count):
+            sums = self._scheduled(self._read, batches, count, forward_only)
         return self._over_the_world(sums, forward_only, known)
 
     def _scheduled(
