@@ -1,12 +1,13 @@
 """Training steps at full size on one GPU: as many sequences as fit, tokens a second, MFU, and where the time goes.
 
-    python -m benchmarks.gpu_step [MODEL] [--beside MODEL[+a.b=c] ...] [--length 2048] [--sequences N] [--json FILE]
+    python -m benchmarks.gpu_step [MODEL[+a.b=c]] [--beside MODEL[+a.b=c] ...] [--length N] [--sequences N] [--json F]
 
 First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory, and with
 fewer (--fewer 18 6). Then it takes turns with dense models of equal active size, or with those of --beside, all with
 the same number of sequences. A step is training/step/step.py's: gradients of one micro-batch of random tokens, then the
 update, in bf16, without data and records. Without a GPU, --sequences is required and there is no MFU.
-`--beside MODEL+kernels.cuda_graph=off` compares with steps whose kernels are launched one by one.
+`--beside MODEL+kernels.cuda_graph=off` compares with steps whose kernels are launched one by one; two models of 1.5B
+and 6 sequences fit into 80 GB.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def main() -> None:
         f"data.sequence_length={options.length}",
         *("training.precision=bf16", "training.global_batch=1", "training.micro_batch=1"),
     )
-    with a_run(["tiny", options.model], *settings) as (config, here, _):
+    with a_run(["tiny", *options.model.split("+")], *settings) as (config, here, _):
         alone = Subject(options.model, config, here)
         sequences = options.sequences or most_sequences(alone.peak_bytes, capacity())
         report.add("alone", measure([alone], sequences, options.repeats))
@@ -155,6 +156,8 @@ def measure(subjects: list[Subject], sequences: int, repeats: int) -> list[dict[
                 times[name].append(taken)
             if len(steps) > 1:
                 step.make_room()
+    for _, step in steps.values():
+        step.make_room()
     rows = []
     for subject in subjects:
         gradients_ms, update_ms = (statistics.median(column) for column in zip(*times[subject.name], strict=True))
