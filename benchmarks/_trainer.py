@@ -48,12 +48,23 @@ def on_random_tokens(
     config: RunConfig, here: Any, trainable: Any, length: int, sequences: int
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return functions for the gradients and the update of a step on one micro-batch of random tokens."""
+    gradients, step = step_on_random_tokens(config, here, trainable, length, sequences)
+    return gradients, step.update
+
+
+def step_on_random_tokens(
+    config: RunConfig, here: Any, trainable: Any, length: int, sequences: int, tell: Callable[[str], None] = print
+) -> tuple[Callable[[], Any], Any]:
+    """Return a function for the gradients of a step on one micro-batch of random tokens, and the `Step`.
+
+    tell: told whether micro-batches are CUDA graphs.
+    """
     from megatron_blackmamba.runtime.device import device
     from megatron_blackmamba.training.step.step import Step
 
     data = config.data.model_copy(update={"sequence_length": length})
     training = config.training.model_copy(update={"global_batch": sequences, "micro_batch": sequences})
-    step = Step(config.model_copy(update={"data": data, "training": training}), here, trainable, sources=1)
+    step = Step(config.model_copy(update={"data": data, "training": training}), here, trainable, 1, tell)
     seeded = torch.Generator().manual_seed(length)
     text = torch.randint(config.model.vocab_size, (sequences, length + 1), generator=seeded).to(device())
     batch = {
@@ -63,4 +74,4 @@ def on_random_tokens(
         "source_ids": torch.zeros(sequences, dtype=torch.int64, device=text.device),
         "sample_ids": torch.arange(sequences),
     }
-    return lambda: step.gradients(iter([batch])), step.update
+    return lambda: step.gradients(iter([batch])), step

@@ -1,11 +1,13 @@
 """Training steps at full size on one GPU: as many sequences as fit, tokens a second, MFU, and where the time goes.
 
-    python -m benchmarks.gpu_step [MODEL] [--beside MODEL[+a.b=c] ...] [--length 2048] [--sequences N] [--json FILE]
+    python -m benchmarks.gpu_step [MODEL[+a.b=c]] [--beside MODEL[+a.b=c] ...] [--length N] [--sequences N] [--json F]
 
 First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro-batch as fit into memory, and with
 fewer (--fewer 18 6). Then it takes turns with dense models of equal active size, or with those of --beside, all with
 the same number of sequences. A step is training/step/step.py's: gradients of one micro-batch of random tokens, then the
 update, in bf16, without data and records. Without a GPU, --sequences is required and there is no MFU.
+`--beside MODEL+kernels.cuda_graph=off` compares with steps whose kernels are launched one by one; two models of 1.5B
+and 6 sequences fit into 80 GB.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import torch
 
 from benchmarks import _common
 from benchmarks._parts import breakdown
-from benchmarks._trainer import a_run, on_random_tokens
+from benchmarks._trainer import a_run, step_on_random_tokens
 from megatron_blackmamba.config import RunConfig, load
 
 DENSE = ("mamba_343m", "transformer_340m")
@@ -47,7 +49,7 @@ def main() -> None:
         f"data.sequence_length={options.length}",
         *("training.precision=bf16", "training.global_batch=1", "training.micro_batch=1"),
     )
-    with a_run(["tiny", options.model], *settings) as (config, here, _):
+    with a_run(["tiny", *options.model.split("+")], *settings) as (config, here, _):
         alone = Subject(options.model, config, here)
         sequences = options.sequences or most_sequences(alone.peak_bytes, capacity())
         report.add("alone", measure([alone], sequences, options.repeats))
@@ -81,17 +83,21 @@ class Subject:
         self.name, self.config, self.here = name, config, here
         self.trainable = make_trainable(config, modelling.build(config, here), here)
 
-    def step_on(self, sequences: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return functions for the gradients and the update of a step on `sequences` sequences."""
-        return on_random_tokens(self.config, self.here, self.trainable, self.config.data.sequence_length, sequences)
+    def step_on(self, sequences: int) -> tuple[Callable[[], Any], Any]:
+        """Return a function for the gradients of a step on `sequences` sequences, and the `Step`."""
+        shape = self.config.data.sequence_length, sequences
+        return step_on_random_tokens(self.config, self.here, self.trainable, *shape, self._tell)
+
+    def _tell(self, news: str) -> None:
+        print(f"{self.name}: kernels.cuda_graph: {news}", file=sys.stderr)
 
     def peak_bytes(self, sequences: int) -> int | None:
         """Return the peak memory of the gradients, without weights and optimizer state, or None if it does not fit."""
         _forget()
         try:
-            gradients, update = self.step_on(sequences)
+            gradients, step = self.step_on(sequences)
             gradients()
-            update()  # the first one makes the optimizer's state
+            step.update()  # the first one makes the optimizer's state
             torch.cuda.reset_peak_memory_stats()
             gradients()
             torch.cuda.synchronize()
@@ -132,17 +138,26 @@ def most(values: Any) -> int | None:
 
 
 def measure(subjects: list[Subject], sequences: int, repeats: int) -> list[dict[str, Any]]:
-    """Each subject in turn, `repeats` times after the warm-up: one row each."""
+    """Each subject in turn, `repeats` times after the warm-up: one row each.
+
+    If there are several, each takes a step that is not measured in every turn, and frees the memory of its graph.
+    """
     steps = {subject.name: subject.step_on(sequences) for subject in subjects}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     _forget()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     for round_ in range(-WARM_UP, repeats):
-        for name, (gradients, update) in steps.items():
-            taken = clocked(gradients, update)
+        for name, (gradients, step) in steps.items():
+            if len(steps) > 1:
+                gradients(), step.update()
+            taken = clocked(gradients, step.update)
             if round_ >= 0:
                 times[name].append(taken)
+            if len(steps) > 1:
+                step.make_room()
+    for _, step in steps.values():
+        step.make_room()
     rows = []
     for subject in subjects:
         gradients_ms, update_ms = (statistics.median(column) for column in zip(*times[subject.name], strict=True))
@@ -187,9 +202,10 @@ def utilisation(flops_a_second: float) -> str | None:
 
 def profile(subject: Subject, sequences: int, steps: int, step_ms: float) -> Any:
     _forget()
-    gradients, update = subject.step_on(sequences)
-    gradients(), update()
-    return breakdown(subject.trainable.model, gradients, update, steps, step_ms)
+    gradients, step = subject.step_on(sequences)
+    step.graphs.wanted = False  # a graph's kernels belong to no operation
+    gradients(), step.update()
+    return breakdown(subject.trainable.model, gradients, step.update, steps, step_ms)
 
 
 class Report:

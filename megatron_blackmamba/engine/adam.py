@@ -40,8 +40,9 @@ class Adam(torch.optim.Optimizer):
         self.adam_w_mode, self.moments = adam_w_mode, moments
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": True}
         super().__init__(params, defaults)
-        self.factor = 1.0
-        """What an update multiplies gradients by while it reads them."""
+        self.factor: Tensor | float = 1.0
+        """What an update multiplies gradients by while it reads them; a tensor where updates are `fused`. NaN in it
+        makes a fused update change nothing."""
         self.copies: dict[Tensor, Tensor] = {}
         """Weights in bf16 that a fused update also writes."""
         self._tables: dict[Any, Any] = {}
@@ -72,6 +73,12 @@ class Adam(torch.optim.Optimizer):
                 group["step"] = int(group.get("step", 0)) + 1
                 self._update(group)
         return loss
+
+    def take_back(self) -> None:
+        """Count one step less, after an update that has changed nothing."""
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] -= 1
 
     def _update(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]

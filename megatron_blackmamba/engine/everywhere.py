@@ -33,8 +33,7 @@ def clipping() -> None:
     from megatron.core.optimizer import clip_grads
 
     def norm(_: Any, __: Any, tensors: list[list[torch.Tensor]], *___: Any) -> tuple[torch.Tensor, None]:
-        norms = torch._foreach_norm(tensors[0], 2, torch.float32)  # of bf16 gradients too
-        return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+        return norm_of(tensors[0]).view(1), None
 
     def scale(_: Any, __: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
         source, target = tensors
@@ -44,6 +43,17 @@ def clipping() -> None:
 
     replace(clip_grads, "l2_norm_impl", norm)
     replace(clip_grads, "multi_tensor_scale_impl", scale)
+
+
+def norm_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all tensors in fp32, the same bits whether numbers are stored in bf16 or in fp32."""
+    norms: list[Any] = [None] * len(tensors)
+    for dtype in {x.dtype for x in tensors}:  # one call takes one type
+        places = [place for place, x in enumerate(tensors) if x.dtype == dtype]
+        found = torch._foreach_norm([tensors[place] for place in places], 2, torch.float32)
+        for place, norm in zip(places, found, strict=True):
+            norms[place] = norm
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def one_type() -> None:

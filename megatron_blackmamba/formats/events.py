@@ -125,11 +125,17 @@ class Kernels(Event):
         return "\n".join([*fallback, "kernels", *(f"  {line}" for line in self.in_use)])
 
 
+class CudaGraph(Event):
+    """Whether the gradients of a micro-batch are one launch, and why not."""
+
+    news: str
+    says = "kernels.cuda_graph: {news}"
+
+
 class RoutingDependsOnLayout(Event):
     """Another layout of this run would choose other experts in training."""
 
     reason: str
-
     says = "note: {reason}"
 
 
@@ -145,8 +151,8 @@ class Resumed(Event):
 
     @property
     def text(self) -> str:
-        where = f"resumes after step {self.step}, at sample {self.sample}"
-        return "\n".join([f"{where}, {self.steps_left} steps of {self.tokens_per_step} tokens to go", *self.changes])
+        to_go = f"{self.steps_left} steps of {self.tokens_per_step} tokens to go"
+        return "\n".join([f"resumes after step {self.step}, at sample {self.sample}, {to_go}", *self.changes])
 
 
 class _Ended(Event):
@@ -261,9 +267,8 @@ class NotRewound(Event):
     def text(self) -> str:
         if self.checkpoint is None:
             return "no checkpoint to rewind to yet"
-        counted = f"rewound to step {self.checkpoint} {self.times} times (training.guard.max_spikes)"
         end = ": a new level of the loss, and the next steps count" if self.new_level else ", and that did not help"
-        return counted + end
+        return f"rewound to step {self.checkpoint} {self.times} times (training.guard.max_spikes){end}"
 
 
 class SlowRank(Event):
@@ -339,9 +344,8 @@ class NotSaved(Event):
         if not self.retried and not self.disk:
             return f"not saved: {self.problem}; a run cannot continue from such weights; {stays}"
         why = "; ".join(filter(None, [self.problem, self.disk]))
-        return (
-            f"a checkpoint could not be saved ({why}); {stays}{', and the save is tried again' if self.retried else ''}"
-        )
+        again = ", and the save is tried again" if self.retried else ""
+        return f"a checkpoint could not be saved ({why}); {stays}{again}"
 
 
 class Exported(Event):
@@ -422,9 +426,7 @@ class LoggingProblem(Event):
 
     problem: str
 
-    @property
-    def text(self) -> str:
-        return self.problem
+    says = "{problem}"
 
 
 # Reading

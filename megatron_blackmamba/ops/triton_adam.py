@@ -63,10 +63,15 @@ class Table:
         )
         self.rows = torch.tensor(rows, dtype=torch.int64).to(columns[1][0].device)
 
-    def update(self, by: Settings, factor: float) -> None:
-        """Multiply the gradients by `factor` while reading them, and update the weights and their copies."""
+    def update(self, by: Settings, factor: Tensor | float) -> None:
+        """Multiply the gradients by `factor` while reading them, and update the weights and their copies.
+
+        factor: Also an fp32 tensor of one number, for which the host need not wait. If that is NaN, nothing changes.
+        """
         if not len(self.rows):
             return
+        if not isinstance(factor, Tensor):
+            factor = torch.full((), factor, dtype=torch.float32, device=self.rows.device)
         corrected1, corrected2 = 1 - by.beta1**by.step, 1 - by.beta2**by.step
         with torch.cuda.device_of(self.rows):
             adam_update[(len(self.rows),)](
@@ -97,13 +102,14 @@ def key_of(*columns: Sequence[Tensor | None]) -> tuple[int, ...]:
 
 
 @triton.jit(
-    do_not_specialize=["factor", "rest1", "beta2", "rest2", "eps", "rate", "correction", "decay", "seed"]
+    do_not_specialize=["rest1", "beta2", "rest2", "eps", "rate", "correction", "decay", "seed"]
 )  # else a value of 1 would compile anew
 def adam_update(
-    rows, factor, rest1, beta2, rest2, eps, rate, correction, decay, seed,
+    rows, place_of_factor, rest1, beta2, rest2, eps, rate, correction, decay, seed,
     DECOUPLED: tl.constexpr, NARROW: tl.constexpr, NARROW_GRADIENTS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    factor = tl.load(place_of_factor)
     row = rows + tl.program_id(0).to(tl.int64) * 6
     gradient = tl.load(row).to(tl.pointer_type(tl.bfloat16 if NARROW_GRADIENTS else tl.float32))
     weight = tl.load(row + 1).to(tl.pointer_type(tl.float32))
@@ -116,7 +122,7 @@ def adam_update(
         gradient, weight = tl.multiple_of(gradient, 16), tl.multiple_of(weight, 16)
         first_moment, second_moment = tl.multiple_of(first_moment, 16), tl.multiple_of(second_moment, 16)
         copy = tl.multiple_of(copy, 16)
-    count = tl.load(row + 5).to(tl.int32)
+    count = tl.where(factor == factor, tl.load(row + 5).to(tl.int32), 0)
     whole = count // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):  # without a mask, so that loads are wide
         _update_block(

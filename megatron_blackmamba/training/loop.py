@@ -102,7 +102,7 @@ class Trainer:
         watchdog.alive("opening the data")
         self.data = self.open_data()
         refuse_unlike_data(self.data.record)
-        self.step = Step(config, world, self.trainable, len(self.data.source_names))
+        self.step = Step(config, world, self.trainable, len(self.data.source_names), self.tell_graph)
         self.schedule = Schedule(config, self.trainable.optimizer)
         self.begun_at: int | None = None
         """The step at which this job begins; None until its config, data and checkpoint are accepted."""
@@ -340,6 +340,10 @@ class Trainer:
             return True
         with self._batches_from(0) as batches:
             return math.isfinite(self.step.evaluate(batches).loss)
+
+    def tell_graph(self, news: str) -> None:
+        """Record whether micro-batches are CUDA graphs."""
+        self.event(events.CudaGraph(news=news))
 
     def event(self, event: events.Event) -> None:
         """Record what happened; the step is the one last taken, unless the event names another."""

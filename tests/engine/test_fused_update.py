@@ -57,6 +57,74 @@ def test_fused_update_clips_and_casts_alike(interpreted, tmp_path, how, gradient
         torch.testing.assert_close(weight.float(), ours, rtol=2**-7, atol=0)  # the interpreter cuts digits off
 
 
+def run_bad_update(folder):
+    """Return whether an update with an infinite gradient raises, and whether the next one equals a first one's."""
+    from megatron_blackmamba.config import ParallelConfig
+    from megatron_blackmamba.runtime import world
+    from tests.training.short_runs import Run
+
+    place = world.start(ParallelConfig())
+    try:
+        found = []
+        for bad_first in (False, True):
+            run = Run(place, folder, "bf16", "optimizer.clip=0.5")
+            weights = list(run.trainable.model.parameters())
+            norms = []
+            for size in [float("inf"), 1.0] if bad_first else [1.0]:
+                run.schedule.set(0)
+                for weight in weights:
+                    weight.main_grad.fill_(size)
+                update = run.step.update()
+                norms.append((update.applied, update.grad_norm))
+            state = [
+                x.clone() for part in run.trainable.optimizer.chained_optimizers for x in values_of(part.optimizer)
+            ]
+            found.append((norms, [run.weights(), *state]))
+        return found
+    finally:
+        world.shutdown()
+
+
+def values_of(adam):
+    yield from (x for state in adam.state.values() for x in state.values())
+    yield torch.tensor([group["step"] for group in adam.param_groups if group["params"]])
+
+
+def test_infinite_gradients_change_nothing(interpreted, tmp_path):
+    (good, expected), (bad, actual) = interpreted(run_bad_update, tmp_path)
+    assert bad == [(False, float("inf")), *good] and good[0][0]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(actual, expected, strict=True))
+
+
+def run_kept_gradients(folder):
+    """Return norm and weights after an update from gradients in the fp32 buffers, and from the same ones in bf16."""
+    from megatron_blackmamba.config import ParallelConfig
+    from megatron_blackmamba.runtime import world
+    from tests.training.short_runs import Run
+
+    place = world.start(ParallelConfig())
+    try:
+        found = []
+        for kept in (False, True):
+            run = Run(place, folder, "bf16", "optimizer.clip=0.5")
+            assert run.trainable.reduced.reads_grad
+            random = torch.Generator().manual_seed(0)
+            for weight in run.trainable.model.parameters():
+                gradient = torch.randn(weight.shape, generator=random).to(weight.dtype)
+                weight.main_grad.copy_(torch.full_like(gradient, 9) if kept else gradient)
+                weight.grad = gradient if kept else None
+            found.append((run.step.update().grad_norm, run.weights()))
+        return found
+    finally:
+        world.shutdown()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="before torch 2.10 gradients have a weight's type")
+def test_kept_bf16_gradients_update_bit_for_bit(interpreted, tmp_path):
+    (norm, expected), (kept_norm, kept) = interpreted(run_kept_gradients, tmp_path)
+    assert norm == kept_norm > 1 and torch.equal(kept, expected)
+
+
 def test_bf16_gradients_are_not_copied(interpreted, tmp_path):
     assert interpreted(gradient_places, tmp_path, "bf16") == {(torch.bfloat16, True)}
 

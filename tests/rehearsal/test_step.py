@@ -22,7 +22,7 @@ A_STEP = Counter(
     {
         "copy from pageable memory: step._over_the_world": 1,
         "copy to the host: step._over_the_world": 1,
-        "item: clip_grads.get_grad_norm_fp32": 1,
+        "item: update.step": 1,
     }
 )
 AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
@@ -76,8 +76,6 @@ def expected_waits(config, step):
     if step["case"].ranks > 1:
         waits["synchronize: stragglers.take"] += 1
     experts = sum(kind_of(letter).routed for letter in step["layers"]) * step["micro_batches"]
-    if not config.optimizer.distributed and experts:
-        waits["item: clip_grads.get_grad_norm_fp32"] += 1  # dense weights, then experts
     if config.parallel.expert * config.parallel.expert_tensor > 1:
         for name, count in AN_EXPERTS_LAYER[config.kernels.dispatcher].items():
             waits[name] += count * experts

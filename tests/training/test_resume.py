@@ -104,6 +104,7 @@ RULES = {
     ),
     "free, the losses stay the same": (
         *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),
+        "kernels.cuda_graph",
         *("training.bucket_size", "training.validate_balanced"),
         *("training.evaluate_every", "training.evaluate_batches", "training.router_every", "training.profile"),
         *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),

@@ -48,6 +48,10 @@ class Accumulation(DistributedDataParallel):
         self._weights: dict[int, Weight] = {}
         self._direct: list[Weight] = []
         """Parameters to whose buffer autograd adds, since their `grad` is a part of it."""
+        self.reads_grad = False
+        """Whether the optimizer reads the `grad` of a parameter that has one, and its buffer otherwise."""
+        self.keeps_grad = False
+        """Whether gradients stay in `grad`: with one micro-batch and one replica, there is nothing to add up."""
         self._factors: dict[int, tuple[float, Tensor]] = {}
         """By id, what a gradient is multiplied by, so that the sum over the replicas is a mean; also as a tensor."""
         as_tensor: dict[float, Tensor] = {}
@@ -62,12 +66,21 @@ class Accumulation(DistributedDataParallel):
                     shared = as_tensor.setdefault(factor, parameter.main_grad.new_full((1,), factor))
                     self._weights[id(parameter)], self._factors[id(parameter)] = parameter, (factor, shared)
                 replace(bucket, "gradient_scaling_factor", 1.0)
-        if not self._weights:
-            self.grad_accs.clear()  # and with them the hooks, of which none has anything to add
+        if not self.ddp_config.overlap_grad_reduce:
+            self._hook_weights()
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
             if _ranks_of(group).size() == 1:
                 for exchange in ("start_grad_sync", "finish_grad_sync", "start_param_sync"):
                     replace(group, exchange, _nothing)
+
+    def _hook_weights(self) -> None:
+        """Hook weights instead of autograd's nodes, and only where there is something to add.
+
+        A node that is kept computes on the stream on which it was made, which is not the one that captures a graph.
+        """
+        self.grad_accs.clear()  # the nodes, and with them their hooks
+        for parameter in self._weights.values():
+            parameter.register_post_accumulate_grad_hook(self._make_backward_post_hook(parameter))
 
     def zero_grad_buffer(self) -> None:
         for group in (*self.bucket_groups, *self.expert_parallel_bucket_groups):
@@ -97,6 +110,10 @@ class Accumulation(DistributedDataParallel):
 
         def hook(*unused: Any) -> None:
             if id(param) not in self._weights:
+                return
+            if self.keeps_grad and self._factors[id(param)][0] == 1.0:
+                if param.grad is not None:
+                    self.outdated.pop(id(param), None)
                 return
             if param.grad is not None:
                 self._add(param, param.grad)

@@ -5,15 +5,18 @@ copies updated fp32 weights onto themselves, since the optimizer's shards are vi
 optimizer of a chain gathers all weights, dense and experts'.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.engine.adam import Adam
 from megatron_blackmamba.engine.checked import private, replace
-from megatron_blackmamba.engine.parts.optimizer import Built
+from megatron_blackmamba.engine.everywhere import norm_of
+from megatron_blackmamba.engine.parts.optimizer import Built, NonFiniteGradient
 
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -42,14 +45,17 @@ def fuse_update(built: Built) -> None:
     if not parts or not all(isinstance(part.optimizer, Adam) for part in parts):
         return
     fused, narrow = all(part.optimizer.fused for part in parts), built.settings.gradients == "bf16"
-    if fused or narrow:
+    if fused:
+        _clip_without_waiting(built.optimizer, parts)
+    elif narrow:
         _clip_in_adam(built.optimizer, parts)
-    for part in parts:
-        if isinstance(part, DistributedOptimizer):
-            if fused:
-                _cast_in_adam(part)
-            if narrow and hasattr(torch.Tensor, "grad_dtype"):  # from torch 2.10 on
-                _hand_over_narrow(part)
+    distributed, any_type = [part for part in parts if isinstance(part, DistributedOptimizer)], _takes_any_type()
+    for part in distributed:
+        if fused:
+            _cast_in_adam(part)
+        if any_type and (fused or narrow):
+            _hand_over(part)
+    built.reduced.reads_grad = fused and any_type and len(distributed) == len(parts)
 
 
 def _updates_in_place(part: Any) -> bool:
@@ -93,13 +99,60 @@ def _clip_in_adam(optimizer: ChainedOptimizer, parts: list[Any]) -> None:
         replace(part.config, "clip_grad", 0.0)
 
 
+def _clip_without_waiting(optimizer: ChainedOptimizer, parts: list[Any]) -> None:
+    """Launch the update while the norm is still computed. Where that is not finite, the update changes nothing."""
+    limit, update = optimizer.config.clip_grad, optimizer.step
+
+    def noted_norm() -> Tensor:
+        norm = _norm_over_ranks(optimizer)
+        factor = (limit / (norm + TINY)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
+        factor = factor.where(norm.isfinite(), math.nan).float()
+        for part in parts:
+            part.optimizer.factor = factor
+        return norm
+
+    def step() -> tuple[bool, float, Any]:
+        successful, norm, zeros = update()
+        if not math.isfinite(norm := float(norm)):
+            for part in parts:
+                part.optimizer.take_back()
+            raise NonFiniteGradient(norm)
+        return successful, norm, zeros
+
+    replace(optimizer, "get_grad_norm", noted_norm)
+    replace(optimizer, "step", step)
+    for part in optimizer.chained_optimizers:
+        replace(part.config, "clip_grad", 0.0)
+
+
+def _norm_over_ranks(optimizer: ChainedOptimizer) -> Tensor:
+    """Return what megatron-core's `get_grad_norm` returns, as a tensor in float64."""
+    by_ranks: dict[Any, list[Tensor]] = {}
+    for part in optimizer.chained_optimizers:
+        named_anew = getattr(part, "get_grads_for_grad_norm", None)  # in megatron-core 0.19
+        gradients = (named_anew or part.get_main_grads_for_grad_norm)()
+        by_ranks.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
+    squares = []
+    for ranks, gradients in by_ranks.items():
+        square = norm_of(gradients) ** 2 if gradients else torch.zeros((), device=torch.cuda.current_device())
+        if ranks.size() > 1:
+            dist.all_reduce(square, group=ranks)
+        squares.append(square.double())
+    return torch.stack(squares).sum().sqrt()
+
+
 def _cast_in_adam(part: DistributedOptimizer) -> None:
     part.optimizer.copies = dict(_pairs(part.shard_fp32_from_float16_groups, part.shard_float16_groups))
     replace(part, "_copy_main_params_to_model_params", _nothing)
 
 
-def _hand_over_narrow(part: DistributedOptimizer) -> None:
-    """Give Adam the gradients of bf16 weights as they are in the buffers."""
+def _takes_any_type() -> bool:
+    """Return whether the gradient of a weight in fp32 may be in bf16: from torch 2.10 on."""
+    return hasattr(torch.Tensor, "grad_dtype")
+
+
+def _hand_over(part: DistributedOptimizer) -> None:
+    """Give Adam the gradients of bf16 weights as they are in the buffers, or where autograd has put them."""
     narrow = list(_pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups))
     pairs = [*narrow, *_pairs(part.model_fp32_groups, part.shard_fp32_groups)]
     ranges_of = private(part, "_get_model_param_range_map")
@@ -108,8 +161,8 @@ def _hand_over_narrow(part: DistributedOptimizer) -> None:
 
     def hand_over() -> None:
         for weight, shard in pairs:
-            here = ranges_of(weight)["param"]
-            shard.grad = weight.main_grad.view(-1)[here.start : here.end]
+            here, whole = ranges_of(weight)["param"], weight.main_grad if weight.grad is None else weight.grad
+            shard.grad = whole.view(-1)[here.start : here.end]
 
     replace(part, "_copy_model_grads_to_main_grads", hand_over)
 

@@ -5,8 +5,8 @@ The two are apart so that whoever guards the run can look at the loss before a w
 Shapes: B batch, S sequence, L layers, E experts.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.step.graphs import Batch, Found, Graphs
 from megatron_blackmamba.training.step.optimizer import Trainable
 from megatron_blackmamba.training.watch.finite import FirstSeen
 from megatron_blackmamba.training.watch.stragglers import OwnTime
@@ -27,7 +28,6 @@ from megatron_blackmamba.training.watch.stragglers import OwnTime
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.moe.router import Router
 
-Batch = dict[str, Tensor]
 _MORE = ("squares", "next", "next_tokens")
 """Sums that only some models have: squared log-sums of logits; losses of the extra depth, and their tokens."""
 
@@ -99,13 +99,22 @@ class RouterState:
 
 
 class Step:
-    def __init__(self, config: RunConfig, world: World, trainable: Trainable, sources: int):
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        trainable: Trainable,
+        sources: int,
+        tell: Callable[[str], None] = lambda news: None,
+    ):
+        """tell: told once whether micro-batches are CUDA graphs, and why not."""
         self.config, self.world, self.trainable, self.sources = config, world, trainable, sources
         self.model = trainable.model
         self.forward_backward = get_forward_backward_func()
         self.own_time = OwnTime(trainable.model, world.size)
         self.first_seen = FirstSeen(world, trainable.model)
         self.router_state = RouterState(trainable.model)
+        self.graphs = Graphs(config, world.size, trainable.reduced, tell)
 
     def micro_batches(self, global_batch: int | None = None) -> int:
         """Return the number of this rank's micro-batches of a global batch, by default training.global_batch."""
@@ -144,9 +153,16 @@ class Step:
                 self.trainable.ema.update()
         return Update(bool(applied), float(norm))
 
+    def make_room(self) -> None:
+        """Free the memory of CUDA graphs, of which the last gradients may be a part."""
+        if self.graphs.captured:
+            self.trainable.optimizer.zero_grad()
+            self.graphs.release()
+
     @torch.no_grad()
     def evaluate(self, batches: Iterator[Batch], routed_as_trained: bool = False) -> Losses:
         """Return the losses of a global batch, the router choosing as in inference, or as in training."""
+        self.make_room()
         self.trainable.reduced.eval()
         routers = [module for module in self.trainable.reduced.modules() if isinstance(module, Router)]
         if routed_as_trained:
@@ -164,21 +180,40 @@ class Step:
     def _run(
         self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, known: tuple[int, ...] = (0, 0, 0)
     ) -> Losses:
-        sums = self.forward_backward(
-            forward_step_func=self._forward,
+        count = self.micro_batches(global_batch)
+        with nullcontext() if forward_only else self.graphs.step(count):
+            sums = self._scheduled(self._read, batches, count, forward_only)
+        return self._over_the_world(sums, forward_only, known)
+
+    def _scheduled(
+        self, forward: Callable, batches: Iterator[Batch], micro_batches: int, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        sums: list[dict[str, Tensor]] = self.forward_backward(
+            forward_step_func=forward,
             data_iterator=batches,
             model=[self.trainable.reduced],
-            num_microbatches=self.micro_batches(global_batch),
+            num_microbatches=micro_batches,
             seq_length=self.config.data.sequence_length,
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,
         )
-        return self._over_the_world(sums, forward_only, known)
+        return sums
+
+    def _read(self, batches: Iterator[Batch], model: torch.nn.Module):
+        batch = self.own_time.read(batches)
+        self.first_seen.batch(batch["sample_ids"])
+        found = self.graphs.run(batch, self._gradients_of) if torch.is_grad_enabled() else None
+        if found is None:
+            return self._forward(iter([device.copied(batch)]), model)
+        return self.first_seen.take(found), lambda loss: (loss, found)  # without a gradient: no backward pass follows
+
+    def _gradients_of(self, batch: Batch) -> Found:
+        """Forward and backward over one micro-batch, and what they say of it."""
+        (sums,) = self._scheduled(self._forward, iter([batch]), micro_batches=1, forward_only=False)
+        return sums | self.first_seen.latest()
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
-        read = self.own_time.read(batches)
-        self.first_seen.batch(read["sample_ids"])
-        batch = device.copied(read)
+        batch = next(batches)
         return model(batch["tokens"], batch["labels"], batch.get("before")), partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

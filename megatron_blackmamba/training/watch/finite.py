@@ -47,6 +47,18 @@ class FirstSeen:
         """Note the loss of the current micro-batch."""
         self.losses[len(self.samples) - 1] = loss.detach()
 
+    def latest(self) -> dict[str, Tensor]:
+        """Return what was noted of the current micro-batch."""
+        number = len(self.samples) - 1
+        noted = {"loss": self.losses, "gradient": self.gradients}
+        return {name: seen[number] for name, seen in noted.items() if number in seen}
+
+    def take(self, found: dict[str, Tensor]) -> Tensor:
+        """Note what `latest` returned when a micro-batch was captured, as it is of the current one; return the loss."""
+        number = len(self.samples) - 1
+        self.losses[number], self.gradients[number] = (found.pop(name) for name in ("loss", "gradient"))
+        return self.losses[number]
+
     def gather(self) -> list[Sighting]:
         """Return what all ranks saw. Every rank calls this."""
         here = []
