@@ -25,6 +25,7 @@ from megatron_blackmamba.ops import backends, order, triton_cross_entropy, trito
 from megatron_blackmamba.ops.causal_conv1d import Inputs
 from megatron_blackmamba.ops.causal_conv1d import triton as triton_convolution
 from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
+from megatron_blackmamba.ops.sinkhorn import LOAD_BOUND, MOST_ITERATIONS
 from megatron_blackmamba.ops.sinkhorn import triton as triton_sinkhorn
 
 MODEL, VOCABULARY = 1152, 50_304
@@ -116,13 +117,19 @@ def sinkhorn_versions(old: Path, tokens: int) -> Iterator[Version]:
     logits = normal(tokens, EXPERTS, dtype=torch.float32).detach()
     counts = torch.zeros(EXPERTS, device="cuda", dtype=torch.int64)
 
-    def calls(module: ModuleType, iterations: Any, scale: float = 1.0) -> list[Call]:
-        given = logits * scale
-        run = lambda: module.choice(given, iterations, 2.0, "balanced", None, counts)  # noqa: E731
-        return [Call("sinkhorn", 12 * logits.numel() / 1e6, run)]
+    def calls(module: ModuleType, scale: float = 1.0, **bounded: Any) -> list[Call]:
+        given, how = logits * scale, {"iterations": 1, "temperature": 2.0, "start": "balanced"} | bounded
+        return [
+            Call(
+                "sinkhorn", 12 * logits.numel() / 1e6, lambda: module.choice(given, **how, group=None, tokens_E=counts)
+            )
+        ]
 
-    yield Version("new", calls(triton_sinkhorn, 1))
-    yield Version("old", calls(loaded(old, triton_sinkhorn), 1))
+    yield Version("new", calls(triton_sinkhorn))
+    yield Version("old", calls(loaded(old, triton_sinkhorn)))
+    for std in (1, 4, 16):
+        auto = {"iterations": MOST_ITERATIONS, "bound": LOAD_BOUND}
+        yield Version(f"auto, std {std}", calls(triton_sinkhorn, std, **auto))
 
 
 def convolution_versions(old: Path, tokens: int) -> Iterator[Version]:

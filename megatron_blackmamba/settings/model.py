@@ -1,7 +1,7 @@
 """The architecture of the model: the `model:` section of a run file."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,8 +23,9 @@ class RouterConfig(Section):
     quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.
     expert_choice: in training each expert takes its best tokens, so training is not causal.
     hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
-    iterations: int = Field(1, ge=0)
-    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training.
+    iterations: Annotated[int, Field(ge=0)] | Literal["auto"] = 1
+    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of the paper's training.
+    auto: one to 16, until no expert has more than 1.2 times its share; for high learning rates.
     0 with start=uniform: no balance, tokens go where they do in inference."""
     temperature: float = Field(2.0, gt=0)
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
