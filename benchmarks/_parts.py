@@ -2,14 +2,15 @@
 
 Modules mark their forward passes. An operation of the backward pass belongs to the part whose forward pass created it,
 according to autograd's sequence numbers. The time of an operation is that of its kernels on a GPU, and CPU time
-otherwise.
+otherwise. A kernel launched outside any operation, as by Triton, belongs to the part in which the host launched it.
 """
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,6 +42,15 @@ BY_OPERATION = {
 BACKWARD = 1  # of an event's scope
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product")
 REST = "loss, residual stream, others"
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+class Work(NamedTuple):
+    """Time that an operation took, on a GPU that of one kernel."""
+
+    operation: Any
+    name: str
+    microseconds: float
 
 
 class Breakdown:
@@ -49,17 +59,14 @@ class Breakdown:
     def __init__(self, events: list[Any], steps: int, step_ms: float, on_gpu: bool):
         made_by = _part_of_sequence(events)
         parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for event in events:
-            if event.device_type != DeviceType.CPU:
-                continue
-            own = sum(kernel.duration for kernel in event.kernels) if on_gpu else event.self_cpu_time_total
-            if own:
-                milliseconds = parts[_part(event, made_by)]
-                milliseconds[0] += own / 1e3 / steps
-                milliseconds[1] += own / 1e3 / steps if event.name.startswith(PRODUCTS) else 0.0
+        kernels = _kernels(events) if on_gpu else []
+        for work in kernels if on_gpu else _on_cpu(events):
+            milliseconds, took = parts[_part(work.operation, made_by)], work.microseconds / 1e3 / steps
+            milliseconds[0] += took
+            milliseconds[1] += took if work.operation and work.operation.name.startswith(PRODUCTS) else 0.0
         self.parts = dict(parts)
         self.together_ms = max(step_ms, sum(ms for ms, _ in parts.values()))
-        self.kernels = _longest_kernels(events, steps) if on_gpu else []
+        self.kernels = _longest_kernels(kernels, steps)
 
     def rows(self) -> list[dict[str, Any]]:
         """A table, the largest part first; `products` is the share of matrix products within a part."""
@@ -117,6 +124,38 @@ def marked(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def _on_cpu(events: list[Any]) -> list[Work]:
+    host = [event for event in events if event.device_type == DeviceType.CPU and event.self_cpu_time_total]
+    return [Work(event, event.name, event.self_cpu_time_total) for event in host]
+
+
+def _kernels(events: list[Any]) -> list[Work]:
+    """Return the kernels, each with the operation that it is linked to, or in which the host launched it."""
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    launches = {event.id: event for event in host if event.activity_type in LAUNCHES}
+    operations = [event for event in host if event.activity_type not in LAUNCHES and not event.is_async]
+    by_id = {event.id: event for event in operations}
+    operations.sort(key=lambda event: event.time_range.start)
+    starts = [event.time_range.start for event in operations]
+
+    def around(launch: Any) -> Any:
+        if launch is None:
+            return None
+        time = launch.time_range.start
+        before = bisect_right(starts, time)
+        event = operations[before - 1] if before else None
+        while event is not None and event.time_range.end <= time:
+            event = event.cpu_parent
+        return event
+
+    kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
+    return [
+        Work(by_id.get(kernel.linked_correlation_id) or around(launches.get(kernel.id)), kernel.name, took)
+        for kernel in kernels
+        if (took := kernel.time_range.elapsed_us())
+    ]
+
+
 def _part_of_sequence(events: list[Any]) -> dict[int, str]:
     """Autograd's sequence number of a forward operation -> its part."""
     made_by = {}
@@ -144,11 +183,10 @@ def _part(event: Any, made_by: dict[int, str]) -> str:
     return REST
 
 
-def _longest_kernels(events: list[Any], steps: int, count: int = 20) -> list[dict[str, Any]]:
+def _longest_kernels(kernels: list[Work], steps: int, count: int = 20) -> list[dict[str, Any]]:
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in events:
-        for kernel in event.kernels:
-            totals[kernel.name][0] += kernel.duration / 1e3 / steps
-            totals[kernel.name][1] += 1 / steps
+    for work in kernels:
+        totals[work.name][0] += work.microseconds / 1e3 / steps
+        totals[work.name][1] += 1 / steps
     longest = sorted(totals.items(), key=lambda item: -item[1][0])[:count]
     return [{"kernel": name[:90], "ms": ms, "calls": round(calls)} for name, (ms, calls) in longest]

@@ -234,6 +234,12 @@ def large_sinkhorn_launches(arch: int, reset: bool = False) -> None:
     choice(fp32(2 * ONE_PROGRAM // 256, 256).detach(), 1, 2.0, "balanced", None)
 
 
+def order_launches(arch: int, reset: bool = False) -> None:
+    from megatron_blackmamba.ops.triton_order import order_of
+
+    order_of(torch.empty(BATCH * LENGTH, device="meta", dtype=torch.int64), EXPERTS)
+
+
 def gated_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.triton_gated import gated
 
@@ -303,6 +309,7 @@ OPERATIONS = {
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,
+    "order": order_launches,
     "gated": gated_launches,
     "norm": norm_launches,
     "cross_entropy": cross_entropy_launches,

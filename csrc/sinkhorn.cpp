@@ -106,6 +106,16 @@ struct Router {
     for (int64_t e = 0; e < s.E; e++) s.largest[e] = largest, s.sum[e] = 0;
   }
 
+  // Whether the plan that gave the sums is balanced enough.
+  bool settled() const {
+    float most = 0, total = 0;
+    for (int64_t e = 0; e < s.E; e++) {
+      most = s.sum[e] > most ? s.sum[e] : most;
+      total += s.sum[e];
+    }
+    return s.bound > 0 && most * s.E <= s.bound * total;
+  }
+
   // Only the experts' ratios matter, so the largest offset shall be 0: left alone they would sink without end.
   void update_offsets() const {
     float most = LOWEST;
@@ -128,6 +138,10 @@ EXPORT(sinkhorn_load)(const Sinkhorn* s) {
 EXPORT(sinkhorn_iterate)(const Sinkhorn* s) {
   const Router router{*s};
   for (int64_t i = 0; i < s->iterations; i++) {
+    if (router.settled()) {  // once settled, it stays so, also if somebody adds equal sums
+      for (int64_t e = 0; e < s->E; e++) s->sum[e] = 1;
+      return;
+    }
     router.update_offsets();
     router.begin_sums(0);
     for (int64_t t = 0; t < s->T; t += CHUNK) router.iterate_chunk(t);
@@ -136,6 +150,6 @@ EXPORT(sinkhorn_iterate)(const Sinkhorn* s) {
 
 EXPORT(sinkhorn_choose)(const Sinkhorn* s) {
   const Router router{*s};
-  if (s->sum_columns) router.update_offsets();
+  if (s->sum_columns && !router.settled()) router.update_offsets();
   for (int64_t t = 0; t < s->T; t += CHUNK) router.choose_chunk(t);
 }

@@ -9,6 +9,7 @@ struct Sinkhorn {
   int64_t normalise_rows;  // and that of rows which are normalised first
   int64_t iterations;      // how many follow each other before somebody else's sums are added
   float scale;             // X = scale * logits: temperature / ln 2
+  float bound;             // no update while every expert has at most this multiple of the mean; 0: always update
   const float* logits;     // [T, E]
   float* X;                // [P * E]: in vectors of W tokens, those of all experts side by side
   float *offset, *largest, *sum;  // [E]

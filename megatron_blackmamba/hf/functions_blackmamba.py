@@ -226,18 +226,27 @@ def _decaying_sums(
     return torch.cat(y_parts, dim=2).transpose(1, 2), state
 
 
+MOST_ITERATIONS, LOAD_BOUND = 16, 1.2  # of iterations="auto", as in pretraining
+
+
 @torch.no_grad()
-def sinkhorn(logits_TE: Tensor, iterations: int = 1, temperature: float = 2.0, start: str = "balanced") -> Tensor:
+def sinkhorn(logits_TE: Tensor, iterations: int | str = 1, temperature: float = 2.0, start: str = "balanced") -> Tensor:
     """Return the logarithms of a plan that gives every expert the same share of the tokens, as in pretraining.
 
     A token's choice is its largest entry, so the last step normalizes the experts and rows may differ by a factor.
     """
+    most, bound = (MOST_ITERATIONS, LOAD_BOUND) if iterations == "auto" else (int(iterations), 0.0)
     plan_TE = widen(logits_TE) * temperature
     if start == "balanced":
         plan_TE = plan_TE - plan_TE.logsumexp(dim=0)
-    for _ in range(iterations):
-        plan_TE = plan_TE.log_softmax(dim=1)
-        plan_TE = plan_TE - plan_TE.logsumexp(dim=0)
+    for number in range(most):
+        rows_TE = plan_TE.log_softmax(dim=1)
+        load_E = rows_TE.logsumexp(dim=0)
+        if bound and number:
+            settled = load_E.exp().amax() <= bound * load_E.exp().mean()
+            plan_TE = torch.where(settled, plan_TE, rows_TE - load_E)
+        else:
+            plan_TE = rows_TE - load_E
     return plan_TE
 
 

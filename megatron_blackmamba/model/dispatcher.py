@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.engine.parts.layers import AllToAll
+from megatron_blackmamba.ops.order import order_of
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class Order:
     """The pair at each place."""
     place_P: Tensor
     """The place of each pair."""
+    pairs_E: Tensor
+    """The number of pairs of each expert."""
     K: int
 
     @staticmethod
-    def of(choice_TK: Tensor) -> "Order":
-        order_P = choice_TK.flatten().argsort(stable=True)
-        places_P = torch.arange(len(order_P), device=order_P.device)
-        return Order(order_P, torch.empty_like(order_P).scatter_(0, order_P, places_P), choice_TK.shape[1])
+    def of(choice_TK: Tensor, experts: int) -> "Order":
+        return Order(*order_of(choice_TK.flatten(), experts), choice_TK.shape[1])
 
     def sort(self, x: Tensor) -> Tensor:
         """Return the row of each pair, of x with a row for each token."""
@@ -46,12 +47,6 @@ class Order:
         return y
 
 
-def tokens_of(choice_TK: Tensor, experts: int) -> Tensor:
-    """Return the number of tokens of each expert, `[E]`."""
-    choice_P = choice_TK.flatten()
-    return choice_P.new_zeros(experts).scatter_add_(0, choice_P, torch.ones_like(choice_P))
-
-
 class SortedAllToAll(AllToAll):
     """The all-to-all dispatcher for routers that return the experts of each token instead of a map.
 
@@ -61,9 +56,9 @@ class SortedAllToAll(AllToAll):
     def dispatch_preprocess(self, hidden_SBD: Tensor, choice_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens and their weights in the order of the experts; the split sizes are on their way."""
         self.hidden_shape, self.probs = hidden_SBD.shape, weights_TK
-        as_map_1E = tokens_of(choice_TK, self.num_experts)[None]  # read only for its sum over the first axis
+        self.order = Order.of(choice_TK, self.num_experts)
+        as_map_1E = self.order.pairs_E[None]  # read only for its sum over the first axis
         self.tokens_per_expert = self.fetch_split_sizes(self.preprocess(as_map_1E))
-        self.order = Order.of(choice_TK)
         return self.order.sort(hidden_SBD.flatten(0, 1)), self.order.sort_pairs(weights_TK.flatten())
 
     def combine_postprocess(self, y_PD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_blackmamba.model.dispatcher import Order, SortedAllToAll, tokens_of
+from megatron_blackmamba.model.dispatcher import Order, SortedAllToAll
 from megatron_blackmamba.model.router import KindRouter
 from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.routers import Routed
@@ -36,9 +36,9 @@ class MoEMixer(MoELayer):
         return y_SBD if shared_SBD is None else y_SBD + shared_SBD
 
     def _sorted(self, routed: Routed) -> Tensor:
-        order = Order.of(routed.chosen)
+        order = Order.of(routed.chosen, routed.experts)
         x_PD, weights_P = order.sort(routed.hidden.flatten(0, 1)), order.sort_pairs(routed.weights.flatten())
-        y_PD, _ = self.experts(x_PD, tokens_of(routed.chosen, routed.experts), weights_P)
+        y_PD, _ = self.experts(x_PD, order.pairs_E, weights_P)
         return order.sum(y_PD)
 
     def _dispatched(self, routed: Routed) -> Tensor:

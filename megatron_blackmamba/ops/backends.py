@@ -95,6 +95,12 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a GPU has; elsewhere, where kernels are interpreted or only compiled, as many as an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 def why_no_triton() -> str | None:
     """Return why a machine with a GPU runs none of this project's Triton kernels; None if it does, or has no GPU."""
     return why_not("megatron_blackmamba.ops", SUPPORT) if has_gpu() else None

@@ -12,13 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import multiprocessors
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["norm_and_stream", "unavailable", "unsupported"]
 
-PROGRAMS = 1024
-"""Most programs of the backward pass, and so partial sums of the weight's gradient."""
+CHANNELS_AT_ONCE = 10_240
+"""Channels of the backward pass that a multiprocessor holds in registers: five programs of 2,048."""
+WARPS, WARPS_AT_ONCE = 4, 64
 LARGEST_D = 8192
 
 
@@ -68,7 +70,7 @@ class _Norm(torch.autograd.Function):
         grad_branch = None if ctx.branch is None else grad_cast
         if not T:
             return grad_x, torch.zeros_like(weight), None, grad_branch
-        sums_PD = x.new_empty(min(PROGRAMS, T), x.shape[-1])
+        sums_PD = x.new_empty(min(programs(x), T), x.shape[-1])
         stream = None if grad_stream is None else grad_stream.contiguous()
         with torch.cuda.device_of(x):
             norm_backward[(len(sums_PD),)](
@@ -78,8 +80,14 @@ class _Norm(torch.autograd.Function):
         return grad_x, sums_PD.sum(0).to(weight.dtype), None, grad_branch
 
 
+def programs(x: Tensor) -> int:
+    """Return as many programs of the backward pass as run at once: more would leave the GPU half empty at the end."""
+    at_once = max(1, CHANNELS_AT_ONCE // triton.next_power_of_2(x.shape[-1]))
+    return multiprocessors(x.device) * min(at_once, WARPS_AT_ONCE // WARPS)
+
+
 def _options(x: Tensor) -> dict[str, int]:
-    return {"D": x.shape[-1], "BLOCK": triton.next_power_of_2(x.shape[-1]), "num_warps": 4}
+    return {"D": x.shape[-1], "BLOCK": triton.next_power_of_2(x.shape[-1]), "num_warps": WARPS}
 
 
 @triton.jit

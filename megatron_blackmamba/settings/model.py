@@ -1,9 +1,9 @@
 """The architecture of the model: the `model:` section of a run file."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_blackmamba.settings.base import Section
 
@@ -23,8 +23,9 @@ class RouterConfig(Section):
     quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.
     expert_choice: in training each expert takes its best tokens, so training is not causal.
     hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
-    iterations: int = Field(1, ge=0)
-    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of training.
+    iterations: int | Literal["auto"] = 1
+    """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of the paper's training.
+    auto: one to 16, until no expert has more than 1.2 times its share; for high learning rates.
     0 with start=uniform: no balance, tokens go where they do in inference."""
     temperature: float = Field(2.0, gt=0)
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
@@ -45,6 +46,13 @@ class RouterConfig(Section):
     """Divide the softmax router's weights of a token by their sum, as Mixtral does."""
     scale: float = Field(1.0, gt=0)
     """Factor of the expert weights of a token (Nemotron-H: 2.5)."""
+
+    @field_validator("iterations", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        if value == "auto" or (type(value) is int and value >= 0):
+            return value
+        raise ValueError("must be a whole number from 0 on, or auto")
 
 
 class AttentionConfig(Section):

@@ -43,25 +43,52 @@ def test_model_that_does_not_fit_is_an_error():
         most_sequences(memory(80 * GIB, GIB, 79 * GIB), 79 * GIB)
 
 
-def event(name, parent=None, sequence=-1, scope=0, kernels=()):
-    ran = [SimpleNamespace(name=kernel, duration=us) for kernel, us in kernels]
-    return SimpleNamespace(
-        name=name, cpu_parent=parent, sequence_nr=sequence, scope=scope, kernels=ran, device_type=DeviceType.CPU
-    )
+class Profile:
+    """Events as the profiler gives them: operations, launches and kernels, one after another."""
+
+    def __init__(self):
+        self.events = []
+
+    def add(self, name, took, parent=None, device_type=DeviceType.CPU, **fields):
+        number = len(self.events) + 1
+        defaults = {"id": number, "sequence_nr": -1, "scope": 0, "activity_type": "cpu_op", "linked_correlation_id": 0}
+        times = SimpleNamespace(start=number, end=number + took, elapsed_us=lambda: took)
+        flags = {"is_async": False, "is_user_annotation": False}
+        everything = defaults | flags | fields
+        self.events.append(
+            SimpleNamespace(name=name, cpu_parent=parent, device_type=device_type, time_range=times, **everything)
+        )
+        return self.events[-1]
+
+    def operation(self, name, parent=None, sequence=-1, scope=0, lasts=100):
+        return self.add(name, lasts, parent, sequence_nr=sequence, scope=scope)
+
+    def kernel(self, name, took, operation=None):
+        """Launch a kernel; without an operation nothing but the time tells where."""
+        launch = self.add("cuLaunchKernelEx", 1, activity_type="cuda_driver", id=1000 + len(self.events))
+        linked = operation.id if operation else 0
+        self.add(
+            name, took, device_type=DeviceType.CUDA, activity_type="kernel", id=launch.id, linked_correlation_id=linked
+        )
 
 
 def test_backward_kernels_count_for_their_part():
-    rest = event(f"part: {REST}")
-    router = event("part: router", rest)
-    forward = event("aten::mm", router, sequence=7, kernels=[("gemm", 1000)])
-    scan = event("_Scan", event("part: Mamba", rest), sequence=8, kernels=[("forward", 3000)])
-    engine = event("autograd::engine::evaluate_function: MmBackward0", rest, sequence=7)
-    backward = event("aten::mm", event("MmBackward0", engine, sequence=7, scope=1), kernels=[("gemm", 2000)])
-    scan_back = event("aten::sum", event("_ScanBackward", rest, sequence=8, scope=1), kernels=[("reduce", 500)])
-    added = event("aten::add_", event("torch::autograd::AccumulateGrad", rest, scope=1), kernels=[("add", 250)])
-    adam = event("aten::_fused_adamw_", event("part: optimizer"), kernels=[("adam", 750)])
+    made = Profile()
+    rest = made.operation(f"part: {REST}")
+    router = made.operation("part: router", rest)
+    made.kernel("gemm", 1000, made.operation("aten::mm", router, sequence=7))
+    mamba = made.operation("part: Mamba", rest)
+    made.kernel("forward", 3000, made.operation("_Scan", mamba, sequence=8))
+    engine = made.operation("autograd::engine::evaluate_function: MmBackward0", rest, sequence=7)
+    backward = made.operation("MmBackward0", engine, sequence=7, scope=1)
+    made.kernel("gemm", 2000, made.operation("aten::mm", backward))
+    scan_back = made.operation("_ScanBackward", rest, sequence=8, scope=1)
+    made.kernel("reduce", 500, made.operation("aten::sum", scan_back))
+    accumulate = made.operation("torch::autograd::AccumulateGrad", rest, scope=1)
+    made.kernel("add", 250, made.operation("aten::add_", accumulate))
+    made.kernel("adam", 750, made.operation("aten::_fused_adamw_", made.operation("part: optimizer")))
 
-    found = Breakdown([rest, router, forward, scan, engine, backward, scan_back, added, adam], 1, 10.0, on_gpu=True)
+    found = Breakdown(made.events, 1, 10.0, on_gpu=True)
     assert {part: ms for part, (ms, _) in found.parts.items()} == {
         "router": 3.0,
         "selective scan": 3.5,
@@ -71,6 +98,21 @@ def test_backward_kernels_count_for_their_part():
     assert found.parts["router"][1] == 3.0  # all of it matrix products
     assert found.rows()[-1]["ms"] == 2.5  # of 10, nothing ran
     assert [kernel["kernel"] for kernel in found.kernels][:2] == ["gemm", "forward"]
+
+
+def test_kernels_outside_operations_belong_to_their_part():
+    made = Profile()
+    rest = made.operation(f"part: {REST}", lasts=8)
+    router = made.operation("part: router", rest, lasts=5)
+    made.operation("aten::empty", router, lasts=1)  # over before the launch
+    made.kernel("_find_offsets", 1000)
+    made.add("part: router", 5000, device_type=DeviceType.CUDA, is_user_annotation=True, activity_type="")
+    made.operation("part: optimizer", lasts=9)
+    made.kernel("adam_update", 2000)
+    found = Breakdown(made.events, 1, 10.0, on_gpu=True)
+    assert {part: ms for part, (ms, _) in found.parts.items()} == {"router": 1.0, "optimizer": 2.0}
+    assert found.rows()[-1]["ms"] == 7.0
+    assert [kernel["kernel"] for kernel in found.kernels] == ["adam_update", "_find_offsets"]
 
 
 def test_every_model_part_is_found_by_class():

@@ -3,7 +3,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_blackmamba.ops.sinkhorn import available_backends, load_imbalance, sinkhorn_choice
+from megatron_blackmamba.ops.sinkhorn import (
+    LOAD_BOUND,
+    MOST_ITERATIONS,
+    available_backends,
+    load_imbalance,
+    sinkhorn_choice,
+)
 from tests.ops.implementations import CPP, ISAS, implementation
 
 
@@ -142,6 +148,37 @@ def test_load_is_balanced_where_plain_argmax_is_not(std, iterations, limit):
     assert load_imbalance(sinkhorn_choice(logits, iterations=iterations), 8) <= limit
 
 
+def needed(logits_TE, start="balanced", temperature=2.0):
+    """Return by definition how many iterations "auto" takes."""
+    X = logits_TE.double() * temperature
+    plan = X - X.logsumexp(0) if start == "balanced" else X
+    for number in range(MOST_ITERATIONS):
+        rows = plan.log_softmax(1)
+        load_E = rows.exp().sum(0)
+        if number and load_E.max() <= LOAD_BOUND * load_E.mean():
+            return number
+        plan = rows - load_E.log()
+    return MOST_ITERATIONS
+
+
+AUTO = [(0.68, 1), (4.0, 5), (8.0, 11), (100.0, MOST_ITERATIONS)]
+"""Standard deviations of logits, and the iterations that they need."""
+
+
+@pytest.mark.parametrize("start", ["balanced", "uniform"])
+@pytest.mark.parametrize(("std", "iterations"), AUTO)
+def test_auto_iterates_until_the_load_is_bounded(std, iterations, start, backend):
+    logits = trained_router_logits(tokens=4096, std=std)
+    assert start == "uniform" or needed(logits) == iterations
+    how, bias_E = {"start": start, "backend": backend}, torch.zeros(8)
+    iterations = needed(logits, start)
+    choice = sinkhorn_choice(logits, iterations="auto", bias_E=bias_E, **how)
+    assert torch.equal(choice, sinkhorn_choice(logits, iterations=iterations, **how))
+    assert ((logits + bias_E).argmax(1) == choice).float().mean() > 0.998
+    if iterations < MOST_ITERATIONS:
+        assert load_imbalance(choice, 8) <= LOAD_BOUND + 0.02
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_logits_are_computed_in_at_least_fp32(dtype):
     logits = trained_router_logits().to(dtype)
@@ -182,7 +219,14 @@ def test_two_ranks_choose_as_one_rank_does(tmp_path):
     cases = [
         (backend, *case)
         for backend in (["cpu"] if ISAS else []) + ["reference"]
-        for case in [(0, "balanced", 1), (1, "balanced", 1), (2, "uniform", 1), (9, "balanced", 1), (1, "balanced", 2)]
+        for case in [
+            (0, "balanced", 1),
+            (1, "balanced", 1),
+            (2, "uniform", 1),
+            (9, "balanced", 1),
+            (1, "balanced", 2),
+            ("auto", "balanced", 1),
+        ]
     ]
     expected = {
         (backend, n, start, top_k): sinkhorn_choice(

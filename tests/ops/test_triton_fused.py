@@ -54,7 +54,7 @@ def run_norm(x, branch, weight, grad_y, grad_stream):
     from megatron_blackmamba.ops import triton_norm
     from megatron_blackmamba.ops.rms_norm import norm_and_stream
 
-    triton_norm.PROGRAMS = 3  # several tokens each
+    triton_norm.programs = lambda x: 3  # several tokens each
     leaves = leaves_of([x, branch, weight])
     y, stream = norm_and_stream(leaves[0], leaves[2], 1e-5, leaves[1])
     outputs = [(y, grad_y)] + ([(stream, grad_stream)] if grad_stream is not None else [])

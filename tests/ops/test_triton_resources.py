@@ -13,6 +13,7 @@ KERNELS = {
     "causal_conv1d": {"convolve_forward", "convolve_backward"},
     "sinkhorn": {"_find_offsets", "_choose"},
     "sinkhorn, large": {"_sum_columns", "_choose"},
+    "order": {"count_pairs", "place_pairs"},
     "gated": {"gate_forward", "gate_backward"},
     "norm": {"norm_forward", "norm_backward"},
     "cross_entropy": {"loss_and_gradient"},

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.ops.interpreted import interpreter
-from tests.ops.test_sinkhorn import exact_choice, trained_router_logits
+from tests.ops.test_sinkhorn import exact_choice, needed, trained_router_logits
 
 pytestmark = pytest.mark.xdist_group("triton")
 
@@ -17,6 +17,16 @@ def triton_choice(logits, iterations, start="balanced", one_program=True, count_
     triton.ONE_PROGRAM = logits.numel() if one_program else 0
     triton.PROGRAMS = 4  # few, so that each has several blocks of tokens
     return triton.choice(logits, iterations, temperature, start, None, count_E), count_E
+
+
+def triton_auto(logits, start, one_program):
+    from megatron_blackmamba.ops.sinkhorn import sinkhorn_choice, triton
+
+    triton.ONE_PROGRAM = logits.numel() if one_program else 0
+    triton.PROGRAMS = 4
+    bias_E, tokens_E = torch.zeros(logits.shape[1]), torch.zeros(logits.shape[1], dtype=torch.int64)
+    how = {"start": start, "bias_E": bias_E, "tokens_E": tokens_E, "backend": "triton"}
+    return sinkhorn_choice(logits, iterations="auto", **how), bias_E, tokens_E
 
 
 def triton_bias(logits, iterations, start, one_program):
@@ -52,6 +62,18 @@ def test_chooses_as_the_definition_does(interpreted, tokens, experts, std, itera
     choice, _ = interpreted(triton_choice, logits, iterations, start, one_program)
     assert choice.dtype == torch.int64
     assert (choice == exact).float().mean() > 0.995  # float32 may break a tie the other way
+
+
+@pytest.mark.parametrize("one_program", [True, False])
+@pytest.mark.parametrize("start", ["balanced", "uniform"])
+@pytest.mark.parametrize("std", [1.0, 4.0, 100.0])
+def test_auto_stops_where_the_definition_does(interpreted, std, start, one_program):
+    logits = trained_router_logits(600, 8, std)
+    iterations = needed(logits, start)
+    choice, bias_E, tokens_E = interpreted(triton_auto, logits, start, one_program)
+    same, _ = interpreted(triton_choice, logits, iterations, start, one_program)
+    assert torch.equal(choice, same) and torch.equal(tokens_E, choice.bincount(minlength=8))
+    assert ((logits + bias_E).argmax(1) == choice).float().mean() > 0.995
 
 
 @pytest.mark.parametrize("one_program", [True, False])

@@ -8,13 +8,13 @@ Shapes: B batch, L length, I inner channels, N state.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import nvrtc
+from megatron_blackmamba.ops.backends import multiprocessors
 from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.ops.selective_scan.costs import in_segments
 from megatron_blackmamba.ops.selective_scan.cuda_launch import STATES, WIDTH, aligned
@@ -75,7 +75,7 @@ def scan(
         return triton.scan(inputs, None, chain, z_gradient, keep_states)
     B, L, I = inputs.u_BLI.shape
     even: dict[str, Any] = {name: None if (x := getattr(inputs, name)) is None else aligned(x) for name in SHARED}
-    plan = plan or rule(B, L, I, _processors(inputs.u_BLI.device))
+    plan = plan or rule(B, L, I, multiprocessors(inputs.u_BLI.device))
     return triton.scan(inputs._replace(**even), plan, chain, z_gradient)
 
 
@@ -95,8 +95,3 @@ def rule(B: int, L: int, I: int, processors: int = 132) -> "Plan":
     if in_segments("scan_backward", blocks, processors):
         plan = replace(plan, backward_segment=segment(2 * processors // blocks))
     return plan
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

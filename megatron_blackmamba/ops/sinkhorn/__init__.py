@@ -20,6 +20,8 @@ from megatron_blackmamba.ops.arguments import require_dimensions, require_floats
 __all__ = ["available_backends", "load_imbalance", "sinkhorn_choice"]
 
 BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
+MOST_ITERATIONS, LOAD_BOUND = 16, 1.2
+"""Of "auto": most iterations, and the multiple of the mean share of the plan that ends them if no expert has more."""
 
 
 @torch.no_grad()
@@ -27,7 +29,7 @@ def sinkhorn_choice(
     logits_TE: Tensor,
     *,
     top_k: int = 1,
-    iterations: int = 1,
+    iterations: int | str = 1,
     temperature: float = 2.0,
     start: str = "balanced",
     group: dist.ProcessGroup | None = None,
@@ -37,10 +39,11 @@ def sinkhorn_choice(
 ) -> Tensor:
     """Return the expert of each token, `[T]` int64, or its K experts, `[T, K]`, if `top_k` is above 1.
 
-    The number of iterations is fixed, so the host never waits for the device. Logits must be finite: if one is not, any
-    expert may be chosen for any token.
+    The host never waits for the device. Logits must be finite: if one is not, any expert may be chosen for any token.
 
     Args:
+        iterations: A number, or "auto": after the first, as many as give no expert more than LOAD_BOUND times the mean
+            share of the plan, but at most MOST_ITERATIONS. The device decides.
         top_k: Experts per token: the K largest entries in the token's row of the plan.
         start: "balanced" first normalises each expert over the tokens; at the logit scales of training, one iteration
             is then enough. "uniform" is the textbook start.
@@ -63,16 +66,17 @@ def sinkhorn_choice(
         )
     if not (isinstance(top_k, int) and 1 <= top_k <= experts):
         raise ValueError(f"top_k must be a whole number from 1 to the number of experts, {experts}; not {top_k!r}")
-    if not (isinstance(iterations, int) and iterations >= 0):
-        raise ValueError(f"iterations must be a whole number from 0 on, not {iterations!r}")
+    if not (iterations == "auto" or (isinstance(iterations, int) and iterations >= 0)):
+        raise ValueError(f'iterations must be a whole number from 0 on, not {iterations!r}; or "auto"')
     if not (isinstance(temperature, Real) and math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
+    most, bound = (MOST_ITERATIONS, LOAD_BOUND) if iterations == "auto" else (int(iterations), 0.0)
     chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
     if top_k == 1:
         found_E = None if bias_E is None else torch.zeros_like(bias_E)
-        choice = chosen.choice(logits_TE, iterations, temperature, start, group, tokens_E, found_E)
+        choice = chosen.choice(logits_TE, most, temperature, start, group, tokens_E, found_E, bound)
     else:
-        found_E = chosen.bias(logits_TE, iterations, temperature, start, group)
+        found_E = chosen.bias(logits_TE, most, temperature, start, group, bound)
         choice = (logits_TE + found_E).topk(top_k, dim=1).indices
         if tokens_E is not None:
             tokens_E.scatter_add_(0, choice.flatten(), torch.ones_like(choice.flatten()))

@@ -35,16 +35,24 @@ def choice(
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
     bias_E: Tensor | None = None,
+    bound: float = 0.0,
 ) -> Tensor:
-    choice_T, offset_E = _run(logits_TE, iterations, temperature, start, group, tokens_E)
+    choice_T, offset_E = _run(logits_TE, iterations, temperature, start, group, tokens_E, bound)
     if bias_E is not None:
         bias_E += offset_E / (temperature * LOG2_E)
     return choice_T
 
 
-def bias(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+def bias(
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    bound: float = 0.0,
+) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
-    return _run(logits_TE, iterations, temperature, start, group, None)[1] / (temperature * LOG2_E)
+    return _run(logits_TE, iterations, temperature, start, group, None, bound)[1] / (temperature * LOG2_E)
 
 
 def _run(
@@ -54,6 +62,7 @@ def _run(
     start: str,
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None,
+    bound: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the choice of each token, and the offsets of the experts, of base 2."""
     T, E = logits_TE.shape
@@ -75,11 +84,13 @@ def _run(
         sum_E *= torch.exp2(here_E - largest_E)
         dist.all_reduce(sum_E, group=group)
     left = iterations - normalised
-    for together in [left] if group is None else [1] * left:
-        arguments.set(iterations=together)
-        library.call("sinkhorn_iterate", arguments, isa)
-        if group is not None:
-            dist.all_reduce(sum_E, group=group)
+    bounded = max(0, left - 2 + normalised) if bound else 0  # all but the start's and the first iteration's updates
+    for arguments.bound, number in ((0.0, left - bounded), (bound, bounded)):
+        for together in [number] if group is None else [1] * number:
+            arguments.set(iterations=together)
+            library.call("sinkhorn_iterate", arguments, isa)
+            if group is not None:
+                dist.all_reduce(sum_E, group=group)
     library.call("sinkhorn_choose", arguments, isa)
     return choice_T, offset_E
 
@@ -89,6 +100,6 @@ class _Arguments(library.Arguments):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("T", "E", "sum_columns", "normalise_rows", "iterations")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "bound")),
         *((name, ctypes.c_void_p) for name in ("logits", "X", "offset", "largest", "sum", "choice", "tokens")),
     )

@@ -29,8 +29,9 @@ def choice(
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
     bias_E: Tensor | None = None,
+    bound: float = 0.0,
 ) -> Tensor:
-    X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group)
+    X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group, bound)
     if bias_E is not None and len(logits_TE):
         bias_E += _bias(logits_TE, X_ET, column_E, temperature)
     K_ET = _kernel(X_ET)
@@ -41,11 +42,18 @@ def choice(
     return choice_T
 
 
-def bias(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+def bias(
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    bound: float = 0.0,
+) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
     if not len(logits_TE):
         return logits_TE.new_zeros(logits_TE.shape[1])
-    return _bias(logits_TE, *_factors(logits_TE, iterations, temperature, start, group), temperature)
+    return _bias(logits_TE, *_factors(logits_TE, iterations, temperature, start, group, bound), temperature)
 
 
 def _bias(logits_TE: Tensor, X_ET: Tensor, column_E: Tensor, temperature: float) -> Tensor:
@@ -54,21 +62,25 @@ def _bias(logits_TE: Tensor, X_ET: Tensor, column_E: Tensor, temperature: float)
 
 
 def _factors(
-    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None
+    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None, bound: float
 ) -> tuple[Tensor, Tensor]:
-    """Return X, and the experts' factors that the plan has beside exp(X)."""
+    """Return X, and the experts' factors that the plan has beside exp(X).
+
+    bound: Iterations after the first change nothing once no expert has more than this multiple of the mean share.
+    """
     X_ET = logits_TE.t().to(torch.promote_types(logits_TE.dtype, torch.float32)).contiguous() * temperature
+    bounds = [0.0] * min(iterations, 1) + [bound] * (iterations - 1)  # one for each iteration
     if start == "uniform" and iterations > 0:
         # Its first iteration is: normalise the tokens, then the experts. The rest goes on as from the balanced start.
         X_ET = torch.log_softmax(X_ET, dim=0)
-        iterations -= 1
+        del bounds[0]
         start = "balanced"
     if start == "balanced":
         X_ET -= _logsumexp_over_tokens(X_ET, group)[:, None]
-    while iterations > ITERATIONS_PER_REBASE:
-        X_ET += _column_factors(_kernel(X_ET), ITERATIONS_PER_REBASE, group).log()[:, None]
-        iterations -= ITERATIONS_PER_REBASE
-    return X_ET, _column_factors(_kernel(X_ET), iterations, group)
+    while len(bounds) > ITERATIONS_PER_REBASE:
+        X_ET += _column_factors(_kernel(X_ET), bounds[:ITERATIONS_PER_REBASE], group).log()[:, None]
+        del bounds[:ITERATIONS_PER_REBASE]
+    return X_ET, _column_factors(_kernel(X_ET), bounds, group)
 
 
 def _kernel(X_ET: Tensor) -> Tensor:
@@ -76,12 +88,17 @@ def _kernel(X_ET: Tensor) -> Tensor:
     return (X_ET - X_ET.amax(dim=0)).clamp_(min=SMALLEST_EXPONENT).exp_()
 
 
-def _column_factors(K_ET: Tensor, iterations: int, group: dist.ProcessGroup | None) -> Tensor:
+def _column_factors(K_ET: Tensor, bounds: list[float], group: dist.ProcessGroup | None) -> Tensor:
     column_E = torch.ones_like(K_ET[:, 0])
-    for _ in range(iterations):
+    for bound in bounds:
         row_T = 1.0 / (column_E @ K_ET)
-        column_E = 1.0 / _sum_over_group(K_ET @ row_T, group)
-        column_E /= column_E.amax()  # only ratios matter; left alone, it shrinks by T / E each time until it is zero
+        sums_E = _sum_over_group(K_ET @ row_T, group)
+        next_E = 1.0 / sums_E
+        next_E /= next_E.amax()  # only ratios matter; left alone, it shrinks by T / E each time until it is zero
+        if bound:
+            load_E = column_E * sums_E
+            next_E = torch.where(load_E.amax() <= bound * load_E.mean(), column_E, next_E)
+        column_E = next_E
     return column_E
 
 

@@ -53,19 +53,28 @@ def choice(
     group: dist.ProcessGroup | None,
     tokens_E: Tensor | None = None,
     bias_E: Tensor | None = None,
+    bound: float = 0.0,
 ) -> Tensor:
     with torch.cuda.device_of(logits_TE):
         logits_TE = logits_TE.contiguous()
-        columns = _found(logits_TE, iterations, temperature, start == "balanced", group)
+        columns = _found(logits_TE, iterations, temperature, start == "balanced", group, bound)
         if bias_E is not None:
             bias_E += _bias(columns, temperature)
         return _choose_experts(logits_TE, columns, temperature, tokens_E)
 
 
-def bias(logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None) -> Tensor:
+def bias(
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    start: str,
+    group: dist.ProcessGroup | None,
+    bound: float = 0.0,
+) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
     with torch.cuda.device_of(logits_TE):
-        return _bias(_found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group), temperature)
+        found = _found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group, bound)
+        return _bias(found, temperature)
 
 
 def _bias(columns: "_Columns", temperature: float) -> Tensor:
@@ -84,15 +93,20 @@ def _choose_experts(logits_TE: Tensor, columns: "_Columns", temperature: float, 
 
 
 def _found(
-    logits_TE: Tensor, iterations: int, temperature: float, balanced: bool, group: dist.ProcessGroup | None
+    logits_TE: Tensor,
+    iterations: int,
+    temperature: float,
+    balanced: bool,
+    group: dist.ProcessGroup | None,
+    bound: float,
 ) -> "_Columns":
     T, E = logits_TE.shape
     passes = [False] * balanced + [True] * iterations  # whether rows are normalised first
     if not passes:
         return _Columns.settled(torch.zeros(1, E, dtype=torch.float32, device=logits_TE.device))
     if group is None and T * E <= ONE_PROGRAM:
-        return _by_one_program(logits_TE, temperature, passes)
-    return _by_a_launch_each(logits_TE, temperature, passes, group)
+        return _by_one_program(logits_TE, temperature, passes, bound)
+    return _by_a_launch_each(logits_TE, temperature, passes, group, bound)
 
 
 def _shape(E: int, parts: int) -> dict[str, int]:
@@ -107,23 +121,23 @@ def _shape(E: int, parts: int) -> dict[str, int]:
     }
 
 
-def _by_one_program(logits_TE: Tensor, temperature: float, passes: list[bool]) -> "_Columns":
+def _by_one_program(logits_TE: Tensor, temperature: float, passes: list[bool], bound: float) -> "_Columns":
     T, E = logits_TE.shape
     block_E = triton.next_power_of_2(E)
     offset_1E = torch.empty(1, E, dtype=torch.float32, device=logits_TE.device)
     _find_offsets[(1,)](
-        logits_TE, offset_1E, T, len(passes) - 1, temperature,
+        logits_TE, offset_1E, T, len(passes) - 1, temperature, bound,
         E=E, BLOCK_E=block_E, BLOCK_T=TILE // block_E, NORMALISE=passes[0], num_warps=16,
     )  # fmt: skip
     return _Columns.settled(offset_1E)
 
 
 def _by_a_launch_each(
-    logits_TE: Tensor, temperature: float, passes: list[bool], group: dist.ProcessGroup | None
+    logits_TE: Tensor, temperature: float, passes: list[bool], group: dist.ProcessGroup | None, bound: float
 ) -> "_Columns":
     T, E = logits_TE.shape
     columns = _Columns.settled(torch.zeros(1, E, dtype=torch.float32, device=logits_TE.device))
-    for normalise in passes:
+    for number, normalise in enumerate(passes):
         shape = _shape(E, columns.parts)
         programs = min(PROGRAMS, TILE // shape["BLOCK_E"], triton.cdiv(T, shape["BLOCK_T"]))
         left = _Columns(
@@ -133,6 +147,8 @@ def _by_a_launch_each(
             logits_TE, *columns.arguments, *left.tensors, T, temperature, NORMALISE=normalise, **shape
         )
         columns = left.exchanged(group)
+        if bound and number > passes.index(True):  # never before the first iteration is done
+            columns.bound = bound
     return columns
 
 
@@ -144,6 +160,8 @@ class _Columns:
     largest_PE: Tensor
     sums_PE: Tensor  # of exp2(X - largest)
     parts: int = 0
+    bound: float = 0.0
+    """The offsets stay where no expert has more than this multiple of the mean share of the plan; 0: they never do."""
 
     @staticmethod
     def settled(offset_1E: Tensor) -> "_Columns":
@@ -154,8 +172,8 @@ class _Columns:
         return self.offset_1E, self.largest_PE, self.sums_PE
 
     @property
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        return *self.tensors, self.parts
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, int, float]:
+        return *self.tensors, self.parts, self.bound
 
     def offset_E(self) -> Tensor:
         """Return the offsets after the update, as `_updated_offset` finds them."""
@@ -163,7 +181,9 @@ class _Columns:
             return self.offset_1E[0]
         largest_E = self.largest_PE.amax(0)
         sum_E = (self.sums_PE * torch.exp2(self.largest_PE - largest_E)).sum(0)
-        return self.offset_1E[0] - largest_E - sum_E.log2()
+        load_E = sum_E * torch.exp2(largest_E)
+        settled = load_E.amax() <= self.bound * load_E.mean()
+        return torch.where(settled, self.offset_1E[0], self.offset_1E[0] - largest_E - sum_E.log2())
 
     def exchanged(self, group: dist.ProcessGroup | None) -> "_Columns":
         if group is None:
@@ -176,16 +196,21 @@ class _Columns:
 
 
 @triton.jit
-def _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Return the offsets after the update from the previous launch's sums; without sums, unchanged."""
+def _updated_offset(offset_1E, largest_PE, sums_PE, parts, bound, e, E: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Return the offsets after the update from the previous launch's sums, and whether they settled before it.
+
+    Without sums, or once they settled, they stay."""
     p = tl.arange(0, BLOCK_P)
     inside = (p[:, None] < parts) & (e[None, :] < E)
     part_PE = tl.load(largest_PE + p[:, None] * E + e[None, :], mask=inside, other=LOWEST)
     largest_E = tl.max(part_PE, 0)
     sums_PE = tl.load(sums_PE + p[:, None] * E + e[None, :], mask=inside, other=0.0)
     sum_E = tl.sum(sums_PE * tl.exp2(part_PE - largest_E[None, :]), 0)
+    load_E = sum_E * tl.exp2(largest_E)
+    settled = (bound > 0.0) & (tl.max(load_E, 0) * E <= bound * tl.sum(load_E, 0))
     offset_E = tl.load(offset_1E + e, mask=e < E, other=0.0)
-    return tl.where((parts > 0) & (e < E), offset_E - largest_E - tl.log2(tl.maximum(sum_E, 1e-37)), offset_E)
+    updated_E = offset_E - largest_E - tl.log2(tl.maximum(sum_E, 1e-37))
+    return tl.where((parts > 0) & (e < E) & (settled == 0), updated_E, offset_E), settled
 
 
 @triton.jit
@@ -202,9 +227,9 @@ def _normalised(X_TE):
     return X_TE - tl.log2(tl.sum(tl.exp2(X_TE), 1))[:, None]
 
 
-@triton.jit(do_not_specialize=["T", "iterations"])
+@triton.jit(do_not_specialize=["T", "iterations", "bound"])
 def _find_offsets(
-    logits_TE, found_E, T, iterations, temperature,
+    logits_TE, found_E, T, iterations, temperature, bound,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Run all iterations in one program; each tile entry has its own sums, so threads synchronise once per pass.
@@ -227,7 +252,9 @@ def _find_offsets(
         largest_TE = tl.maximum(largest_TE, X_TE)
     largest_E = tl.max(largest_TE, 0)
     offset_E = -largest_E - tl.log2(tl.sum(sums_TE * tl.exp2(largest_TE - largest_E[None, :]), 0))
-    for _ in range(iterations):
+    left = iterations
+    bounded = iterations if NORMALISE else iterations - 1  # the first iteration is always done
+    while left > 0:
         sums_TE = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
         for first in range(0, T, BLOCK_T):
             t = first + tl.arange(0, BLOCK_T)
@@ -235,21 +262,25 @@ def _find_offsets(
             share_TE = tl.exp2(X_TE - tl.max(X_TE, 1)[:, None])
             sums_TE += share_TE * tl.where(t < T, 1.0 / tl.sum(share_TE, 1), 0.0)[:, None]
         # In units of T / E, what a balanced expert has, or the offsets would sink without end.
-        offset_E -= tl.log2(tl.where(e < E, tl.sum(sums_TE, 0) * (E / T), 1.0))
+        load_E = tl.where(e < E, tl.sum(sums_TE, 0) * (E / T), 1.0)
+        settled = (tl.max(load_E, 0) <= bound) & (left <= bounded)
+        offset_E = tl.where(settled, offset_E, offset_E - tl.log2(load_E))
+        left = tl.where(settled, 0, left - 1)
     tl.store(found_E + e, offset_E, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["T", "parts"])
+@triton.jit(do_not_specialize=["T", "parts", "bound"])
 def _sum_columns(
-    logits_TE, offset_1E, largest_PE, sums_PE, parts, next_offset_1E, next_largest_PE, next_sums_PE, T, temperature,
+    logits_TE, offset_1E, largest_PE, sums_PE, parts, bound, next_offset_1E, next_largest_PE, next_sums_PE,
+    T, temperature,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Leave each expert's sum of exp2(X) over this program's tokens, as a largest X and a sum relative to it."""
     e = tl.arange(0, BLOCK_E)
-    offset_E = _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E, BLOCK_P)
+    offset_E, settled = _updated_offset(offset_1E, largest_PE, sums_PE, parts, bound, e, E, BLOCK_P)
     largest_E = tl.full((BLOCK_E,), LOWEST, tl.float32)
     sum_E = tl.zeros((BLOCK_E,), tl.float32)
-    for first in range(tl.program_id(0) * BLOCK_T, T, tl.num_programs(0) * BLOCK_T):
+    for first in range(tl.program_id(0) * BLOCK_T, tl.where(settled, 0, T), tl.num_programs(0) * BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
         if NORMALISE:
@@ -259,19 +290,21 @@ def _sum_columns(
         added_TE = tl.where(t[:, None] < T, tl.exp2(X_TE - grown_E[None, :]), 0.0)
         sum_E = sum_E * tl.exp2(largest_E - grown_E) + tl.sum(added_TE, 0)
         largest_E = grown_E
+    largest_E = tl.where(settled, 0.0, largest_E)  # equal sums: the next launch finds it settled too
+    sum_E = tl.where(settled, 1.0, sum_E)
     tl.store(next_offset_1E + e, offset_E, mask=(e < E) & (tl.program_id(0) == 0))
     tl.store(next_largest_PE + tl.program_id(0) * E + e, largest_E, mask=e < E)
     tl.store(next_sums_PE + tl.program_id(0) * E + e, sum_E, mask=e < E)
 
 
-@triton.jit(do_not_specialize=["T", "parts"])
+@triton.jit(do_not_specialize=["T", "parts", "bound"])
 def _choose(
-    logits_TE, offset_1E, largest_PE, sums_PE, parts, choice_T, tokens_E, T, temperature,
+    logits_TE, offset_1E, largest_PE, sums_PE, parts, bound, choice_T, tokens_E, T, temperature,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK_E)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offset_E = _updated_offset(offset_1E, largest_PE, sums_PE, parts, e, E, BLOCK_P)
+    offset_E, _ = _updated_offset(offset_1E, largest_PE, sums_PE, parts, bound, e, E, BLOCK_P)
     X_TE = _load_tile(logits_TE, offset_E, t, T, e, temperature, E)
     best_T = tl.argmax(X_TE, 1)
     tl.store(choice_T + t, best_T.to(tl.int64), mask=t < T)
