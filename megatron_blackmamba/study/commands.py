@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import afford, evidence, evidence_picture, generation, length, points, routing
+from megatron_blackmamba.study import afford, evidence, evidence_picture, fits, generation, length, points, routing
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
@@ -49,7 +50,7 @@ def run(study: Study, how: HowToRun) -> bool:
     if known is not None and how.page_only:
         if known.name != study.name:
             raise StudyError(f"{how.points} has points of the study {known.name}: blackmamba study {known.name}")
-        draw(known, study.folder, how.png)
+        draw(known, study, how.png)
         return True
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
@@ -61,9 +62,9 @@ def run(study: Study, how: HowToRun) -> bool:
     if known is not None and (wrong := known.unlike(study)):
         raise StudyError(f"{how.points} {wrong}. Leave out --points")
     try:
-        finished = _train(study, how, known)
+        finished = _train(settled(study, known), how, known)
     finally:
-        write_page(study, how.png, known, measures=finished or how.page_only)
+        write_page(settled(study, known), how.png, known, measures=finished or how.page_only)
     return finished
 
 
@@ -76,14 +77,35 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
     rates = study.learning_rates()
     if rates is None:
         return False
-    cells = study.runs(rates)
-    if known is not None:
-        cells = [cell for cell in cells if not known.has(cell)]
-    if how.budget is not None and study.config.has_branches and not how.page_only:
-        left = afford.costs(cells, Evidence.of(study, cells, known).points)
-        say("; ".join(afford.described(left, how.budget)))
-        return _do(afford.afforded(left, how.budget), study, how, local) and all(cell.done for cell in cells)
-    return _do(cells, study, how, local)
+    while True:
+        cells = study.runs(rates)
+        left = [cell for cell in cells if not (known and known.has(cell))]
+        ready = [cell for cell in left if not cell.waits]
+        if how.budget is not None and study.config.has_branches and not how.page_only:
+            costs = afford.costs(left, Evidence.of(study, cells, known).points)
+            say("; ".join(afford.described(costs, how.budget)))
+            ready = [cell for cell in afford.afforded(costs, how.budget) if not cell.waits]
+        if not _do(ready, study, how, local) or how.budget is not None:
+            return all(cell.done for cell in left)
+        before, study = study.best, settled(study, known)
+        if study.best == before:
+            return all(cell.done for cell in left)
+
+
+def settled(study: Study, known: Evidence | None) -> Study:
+    """Return the study with the rates for `best_rate`: the best of each finished grid, unless it is at an edge."""
+    rates = study.learning_rates()
+    if rates is None or not any(series.best_rate for series in study.config.series):
+        return study
+    plain = replace(study, best={})
+    grids = [cell for cell in plain.runs(rates) if not cell.waits]
+    found = Evidence.of(plain, grids, known)
+    left = {(cell.group, cell.size) for cell in grids if not found.has(cell)}
+    best = {key: one for key, one in fits.best_rates(found.points).items() if key not in left}
+    for (variant, size), one in best.items():
+        if one.at_edge:
+            say(f"{variant}, {size}: the best rate {one.lowest:g} is at an edge of {[*one.tried]}: extend its grid")
+    return replace(study, best={key: one.lowest for key, one in best.items() if not one.at_edge})
 
 
 def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> bool:
@@ -109,7 +131,9 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
             routing.measure(study, cells, say)
             with working("measuring generation"):
                 generation.measure(study.folder, cells)
-        return write_evidence(Evidence.of(study, cells, known), study.folder, png)
+        found = Evidence.of(study, cells, known)
+        found.write(study.folder / points.FILE)
+        return draw(found, study, png)
     cells = [*study.tuning(), *cells]
     with working("measuring generation"):
         generation.measure(study.folder, cells)
@@ -126,19 +150,13 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
     return path
 
 
-def write_evidence(found: Evidence, folder: Path, png: Path | None) -> Path:
-    """Write the points of a study with branches and draw them."""
-    found.write(folder / points.FILE)
-    return draw(found, folder, png)
-
-
-def draw(found: Evidence, folder: Path, png: Path | None) -> Path:
+def draw(found: Evidence, study: Study, png: Path | None) -> Path:
     """Write the page and the picture of a study with branches, and print its summary."""
-    path = folder / "study.html"
+    path = study.folder / "study.html"
     atomic.write_text(path, evidence.render(found))
     if png is not None:
         evidence_picture.write_picture(found, png)
-    print(*evidence.summary(found), path, sep="\n")
+    print(*evidence.summary(found), *evidence.decisions(found, study.config.primary), path, sep="\n")
     return path
 
 

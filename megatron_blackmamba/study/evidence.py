@@ -8,7 +8,8 @@ import numpy as np
 
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.study import evidence_why, fits
+from megatron_blackmamba.study import differences, evidence_why, fits
+from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from megatron_blackmamba.study.results import mean_of
@@ -25,32 +26,35 @@ def summary(evidence: Evidence) -> list[str]:
     hours = sum(point.seconds for point in evidence.points) / 3600
     said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."]
     for some, where in ((tuned, evidence_why.TUNED), (points, "")):
-        said += [*_compared(some, first, where), *evidence_why.said_of_the_law(some, first, where)]
+        said += _compared(some, first, where)
     return said
 
 
+def decisions(evidence: Evidence, primary: Sequence[PrimaryConfig]) -> Iterator[str]:
+    """Yield what the declared comparisons say, and nothing of their losses before all seeds are finished."""
+    for declared in primary:
+        one = differences.decide(evidence.points, declared)
+        pair = f"Declared: {declared.one} − {declared.other}, size {declared.size}, budget {short(declared.budget)}"
+        yield f"{pair}: {len(one.losses)} of {len(declared.seeds)} seeds are finished: {one.verdict}."
+        if len(one.losses) == len(declared.seeds):
+            parts = ", ".join(f"{value:.1e}" for value in one.variances)
+            yield f"The difference is {mean_of(one.differences, '+')}; variances of seeds and rests: {parts}."
+
+
 def _compared(points: Sequence[Point], first: str, where: str) -> Iterator[str]:
-    """Yield a line for each comparison, and for how its turn moves with the size."""
+    """Yield a line for each comparison."""
     for other in [each for each in unique(points, "variant") if each != first]:
-        name, crossings = f"{first} − {other}", []
+        name = f"{first} − {other}"
         for size in unique(points, "size"):
             if cross := fits.crossing(points, first, other, size):
                 last = fits.differences(points, first, other, size)[-1]
-                crossings += [cross] if cross.by_seed else []
                 at = f"at {last.per_parameter:.1f} tokens per parameter, the largest budget"
                 yield f"{name}, size {size}{where}: {_signed(last)} {at}; {_crossing(cross)}."
-        slope = fits.crossing_over_sizes(crossings)
-        if slope and slope.interval is not None:  # one seed says nothing about its error
-            yield f"{name}{where}: the tokens per parameter at the turn grow as parameters^{_exponent(slope)}."
 
 
 def _signed(difference: fits.Difference) -> str:
     seeds = len(difference.values)
     return f"{mean_of(difference.values, '+')} ({f'{seeds} seeds' if seeds > 1 else 'one seed'})"
-
-
-def _exponent(slope: fits.Slope) -> str:
-    return f"{slope.exponent:.2f}" + ("" if slope.interval is None else f" ± {slope.interval:.2f}")
 
 
 def _crossing(cross: fits.Crossing) -> str:
@@ -78,10 +82,8 @@ def render(evidence: Evidence) -> str:
         evidence_why.tuned(evidence.points, evidence.first),
         evidence_why.comparisons(tuned, evidence.first, evidence_why.TUNED),
         evidence_why.equal_losses(tuned, evidence.first, evidence_why.TUNED),
-        evidence_why.law(tuned, evidence.first, evidence_why.TUNED),
         evidence_why.comparisons(points, evidence.first),
         evidence_why.equal_losses(points, evidence.first),
-        evidence_why.law(points, evidence.first),
         evidence_why.routers(points),
         evidence_why.generation(evidence),
         _points(points),
@@ -235,8 +237,8 @@ def _grids(points: Sequence[Point]) -> str:
 def _over_flops(best: Sequence[fits.Best]) -> Iterator[str]:
     for variant, size in dict.fromkeys((each.variant, each.size) for each in best):
         own = [each for each in best if (each.variant, each.size) == (variant, size)]
-        if slope := fits.over_flops(own):
-            yield f"{variant}, size {size}: the best value follows FLOPs^{_exponent(slope)} over {len(own)} budgets."
+        if (slope := fits.over_flops(own)) is not None:
+            yield f"{variant}, size {size}: the best value follows FLOPs^{slope:.2f} over {len(own)} budgets."
 
 
 def _changes(points: Sequence[Point]) -> str:

@@ -1,8 +1,7 @@
-"""Sections of a study's page beyond losses: tests, equal losses, the law of the difference, routers, generation."""
+"""Sections of a study's page beyond losses: tests, equal losses, routers, generation."""
 
-import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 
 from megatron_blackmamba.report import html
@@ -12,13 +11,7 @@ from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from megatron_blackmamba.study.results import mean_of
 from megatron_blackmamba.study.routing import MEANING
 
-PAPERS = (2.8e9, 300e9)
-"""Parameters and tokens of the paper's larger model."""
-
 TUNED = ", each at its best learning rate"
-
-LARGE = 6
-"""Decades from which on only the power of ten is shown."""
 
 
 def comparisons(points: Sequence[Point], first: str, where: str = "") -> str:
@@ -73,63 +66,6 @@ def tuned(points: Sequence[Point], first: str) -> str:
         "difference",
     )  # fmt: skip
     return _section(f"Differences{TUNED}", words, columns, rows)
-
-
-def law(points: Sequence[Point], first: str, where: str = "") -> str:
-    """Show the law of each difference, and what it says of the paper's model."""
-    rows = []
-    for other, found in _laws(points, first):
-        a, b, c = (statistics.fmean(each) for each in zip(*found.coefficients.values(), strict=True))
-        at = _said(*found.at(PAPERS[0], PAPERS[1] / PAPERS[0]))
-        rows.append([other, f"{a:+.2f} {b:+.3f} ln r {c:+.3f} ln N", f"{found.residual:.3f}", _turn(found), at])
-    words = (
-        f"Loss of {first} less another's over tokens per parameter r and parameters N, fitted to each seed with two"
-        f" sizes or more, from {differences.LAW_FROM:g} tokens per parameter on. The last two columns extrapolate to"
-        " the paper's 2.8 billion parameters, far beyond the models of this study: they show how little is known there."
-    )
-    columns = (
-        "less",
-        "law, mean of the seeds",
-        "largest residual",
-        "turn at 2.8B parameters",
-        "at 2.8B and 300B tokens",
-    )
-    return _section(f"Law of the difference{where}", words, columns, rows)
-
-
-def said_of_the_law(points: Sequence[Point], first: str, where: str = "") -> list[str]:
-    """Return a line for each comparison with a law that two seeds or more have: without, nobody knows its error."""
-    return [
-        f"{first} − {other}{where}: the law, extrapolated to 2.8B parameters and 300B tokens, says"
-        f" {_said(*found.at(PAPERS[0], PAPERS[1] / PAPERS[0]))}; the sign turns there at {_turn(found)}."
-        for other, found in _laws(points, first)
-        if len(found.coefficients) > 1
-    ]
-
-
-def _laws(points: Sequence[Point], first: str) -> Iterator[tuple[str, differences.DifferenceLaw]]:
-    for other in unique(points, "variant"):
-        if other != first and (found := differences.difference_law(points, first, other)):
-            yield other, found
-
-
-def _turn(found: differences.DifferenceLaw) -> str:
-    mean, half = found.crossing(PAPERS[0])
-    if half is None:
-        return f"{_exp(mean)} tokens per parameter (one seed)"
-    if half > LARGE * math.log(10):
-        return "an unknown number of tokens per parameter"
-    return f"{_exp(mean)} tokens per parameter ({_exp(mean - half)} to {_exp(mean + half)})"
-
-
-def _exp(logarithm: float) -> str:
-    """Return the exponential for people, however large."""
-    decades = logarithm / math.log(10)
-    return f"{math.exp(logarithm):.2g}" if abs(decades) < LARGE else f"10^{decades:.0f}"
-
-
-def _said(mean: float, half: float | None) -> str:
-    return f"{mean:+.3f} (one seed)" if half is None else f"{mean:+.3f} ± {half:.3f}"
 
 
 def routers(points: Sequence[Point]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_blackmamba.study.config import RATE
 from megatron_blackmamba.study.points import Point, chosen, unique
 from megatron_blackmamba.study.results import half_interval
 
@@ -170,25 +171,6 @@ def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossi
 
 
 @dataclass(frozen=True)
-class Slope:
-    """The exponent of a power law between two quantities, and half of its 95% interval over the seeds, if known."""
-
-    exponent: float
-    interval: float | None
-
-
-def crossing_over_sizes(crossings: Sequence[Crossing]) -> Slope | None:
-    """Return how the crossing grows with the parameters, from the seeds that cross at all of at least two sizes."""
-    seeds = set.intersection(*(set(each.by_seed) for each in crossings)) if len(crossings) > 1 else set()
-    x = np.log([each.parameters for each in crossings])
-    slopes = [float(np.polyfit(x, np.log([each.by_seed[seed] for each in crossings]), 1)[0]) for seed in seeds]
-    return Slope(statistics.fmean(slopes), half_interval(slopes)) if slopes else None
-
-
-RATE = "optimizer.learning_rate"
-
-
-@dataclass(frozen=True)
 class Best:
     """The value of a key with the lowest loss, on a parabola through the logarithms of the values tried."""
 
@@ -251,7 +233,7 @@ def best_rates(points: Sequence[Point]) -> dict[tuple[str, str], Best]:
     means = []
     for variant, size in dict.fromkeys((p.variant, p.size) for p in points):
         own = [p for p in chosen(points, variant=variant, size=size) if _value(p, RATE) and math.isfinite(p.loss)]
-        budgets = sorted(unique(own, "budget"))[-LARGEST:]
+        budgets = sorted(b for b in unique(own, "budget") if len(unique(chosen(own, budget=b), "rate")) > 1)[-LARGEST:]
         runs: dict[tuple[int, float], list[Point]] = {}
         for p in (p for p in own if p.budget in budgets):
             runs.setdefault((p.seed, p.rate), []).append(p)
@@ -269,13 +251,13 @@ def at_best_rates(points: Sequence[Point]) -> list[Point]:
     return [replace(p, changed={}) for p in points if _value(p, RATE) and best.get((p.variant, p.size)) == p.rate]
 
 
-def over_flops(best: Sequence[Best]) -> Slope | None:
-    """Return how the best value of a variant and size grows with FLOPs, from at least three budgets within the grid."""
+def over_flops(best: Sequence[Best]) -> float | None:
+    """Return the power of FLOPs that the best value follows, from at least three budgets within the grid."""
     inside = [each for each in best if not each.at_edge]
     if len(inside) < 3:
         return None
     x, y = np.log([each.flops for each in inside]), np.log([each.value for each in inside])
-    return Slope(float(np.polyfit(x, y, 1)[0]), None)
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def _vertex(tried: dict[float, float], lowest: float) -> tuple[float, float]:
