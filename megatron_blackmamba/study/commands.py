@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +10,28 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import afford, evidence, evidence_picture, fits, generation, length, points, routing
+from megatron_blackmamba.study import (
+    afford,
+    evidence,
+    evidence_picture,
+    fits,
+    generation,
+    length,
+    points,
+    routing,
+    tables,
+)
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import COLUMNS, render, rows
+from megatron_blackmamba.study.page import tables as page_tables
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence
-from megatron_blackmamba.study.results import collect, grouped, to_json
+from megatron_blackmamba.study.results import Result, collect, grouped, read_results, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
 SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "tokens/s")
@@ -45,12 +57,16 @@ def _decides(config: StudyConfig) -> Section:
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
     if how.points is not None and not study.config.has_branches:
-        raise StudyError("--points is for studies on trunks and branches. Leave it out")
+        if not how.page_only:
+            raise StudyError("--points is for studies on trunks and branches. Leave it out, or add --page")
+        results = read_results(how.points)
+        show_results(study, results, len(results), how, {})
+        return True
     known, finished = Evidence.read(how.points) if how.points else None, False
     if known is not None and how.page_only:
         if known.name != study.name:
             raise StudyError(f"{how.points} has points of the study {known.name}: blackmamba study {known.name}")
-        draw(known, study, how.png)
+        draw(known, study, how)
         return True
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
@@ -64,7 +80,7 @@ def run(study: Study, how: HowToRun) -> bool:
     try:
         finished = _train(settled(study, known), how, known)
     finally:
-        write_page(settled(study, known), how.png, known, measures=finished or how.page_only)
+        write_page(settled(study, known), how, known, measures=finished or how.page_only)
     return finished
 
 
@@ -119,7 +135,7 @@ def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> boo
     return local.train(cells)
 
 
-def write_page(study: Study, png: Path | None, known: Evidence | None, measures: bool) -> Path:
+def write_page(study: Study, how: HowToRun, known: Evidence | None, measures: bool) -> Path:
     """Write the results, the page and, into a folder, the main charts of what is finished.
 
     measures: first look at the routers of a study with branches, and time its models. A stop does not wait for that.
@@ -133,7 +149,7 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
                 generation.measure(study.folder, cells)
         found = Evidence.of(study, cells, known)
         found.write(study.folder / points.FILE)
-        return draw(found, study, png)
+        return draw(found, study, how)
     cells = [*study.tuning(), *cells]
     with working("measuring generation"):
         generation.measure(study.folder, cells)
@@ -142,21 +158,34 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
     results = [collect(cell) for cell in cells if cell.done]
     atomic.write_json(study.folder / "results.json", to_json(results))
     total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))
-    path = study.folder / "study.html"
+    return show_results(study, results, total, how, by_length)
+
+
+def show_results(
+    study: Study, results: Sequence[Result], total: int, how: HowToRun, by_length: Mapping[str, TaskResult]
+) -> Path:
+    """Write the page and the pictures of a study of whole runs, and print its tables."""
+    path, runs = study.folder / "study.html", grouped(results, "run")
     atomic.write_text(path, render(study, results, total, by_length))
-    if png is not None:
-        write_pictures(study, results, png, by_length)
-    show(grouped(results, "run"), grouped(results, "ablation"), path)
+    if how.png is not None:
+        write_pictures(study, results, how.png, by_length)
+    show(runs, grouped(results, "ablation"), path)
+    if how.tables:
+        print("", *(table.markdown() for table in page_tables(runs)), sep="\n")
     return path
 
 
-def draw(found: Evidence, study: Study, png: Path | None) -> Path:
+def draw(found: Evidence, study: Study, how: HowToRun) -> Path:
     """Write the page and the picture of a study with branches, and print its summary."""
     path = study.folder / "study.html"
-    atomic.write_text(path, evidence.render(found))
-    if png is not None:
-        evidence_picture.write_picture(found, png)
+    pictured = study.config.pictured
+    subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
+    atomic.write_text(path, evidence.render(found, subjects))
+    if how.png is not None:
+        evidence_picture.write_picture(found, pictured, how.png)
     print(*evidence.summary(found), *evidence.decisions(found, study.config.primary), path, sep="\n")
+    if how.tables:
+        print("", *(table.markdown() for table in tables.every(found, subjects or [found.first])), sep="\n")
     return path
 
 

@@ -155,6 +155,10 @@ class StudyConfig(Section):
     """The points of a study of several budgets, those that tell most first."""
     primary: list[PrimaryConfig] = Field([])
     """The comparisons that decide what a study on branches was started for."""
+    pictured: dict[str, str] = Field({})
+    """Variants of the picture, and what it calls them; those with experts are compared with all others in tables too.
+
+    Empty: the first variant, and the dense ones of equal FLOPs."""
     watched: list[int] = Field([])
     """Seeds whose routers are looked at. Empty: the first of `seeds`."""
     seeds: list[int] = Field([1, 2, 3], min_length=1)

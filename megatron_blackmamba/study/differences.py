@@ -21,6 +21,7 @@ STEPS = 20_001
 class Comparison:
     """Two variants at one size, tested on each seed's mean difference over the larger budgets."""
 
+    first: str
     other: str
     size: str
     by_seed: dict[int, float]
@@ -28,24 +29,19 @@ class Comparison:
     """The p-value, by Holm's method for all tests of the study."""
 
     @property
-    def mean(self) -> float:
-        """Return the mean over the seeds."""
-        return statistics.fmean(self.by_seed.values())
-
-    @property
     def p(self) -> float:
         """Return the two-sided p-value of Student's t."""
         return p_value([*self.by_seed.values()])
 
 
-def comparisons(points: Sequence[Point], first: str) -> list[Comparison]:
-    """Return one of `first` with every other variant at every size where three seeds have both."""
+def comparisons(points: Sequence[Point], pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
+    """Return those of two variants and a size that three seeds have."""
     found = []
-    for other, size in ((o, s) for o in unique(points, "variant") if o != first for s in unique(points, "size")):
+    for first, other, size in pairs:
         by_seed = {seed: _mean_of_large(points, first, other, size, seed) for seed in unique(points, "seed")}
         known = {seed: mean for seed, mean in by_seed.items() if mean is not None}
         if len(known) > 2:
-            found.append(Comparison(other, size, known))
+            found.append(Comparison(first, other, size, known))
     adjusted = holm([one.p for one in found])
     return [replace(one, adjusted=p) for one, p in zip(found, adjusted, strict=True)]
 

@@ -1,8 +1,9 @@
 """Laws fitted to a study's points: loss over compute, where two variants cross, and the best learning rate."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -122,27 +123,62 @@ def differences(points: Sequence[Point], one: str, other: str, size: str) -> lis
     return found
 
 
+NEXT_SIZE = ", next size"
+AS_MANY = 0.1
+"""Largest relative difference of parameters in all that counts as none."""
+
+
+def with_next_size(points: Sequence[Point]) -> list[Point]:
+    """Return the points, and dense models that have as many parameters as those with experts, at equal FLOPs.
+
+    These are of the next size. Their loss is interpolated over the logarithm of FLOPs, and never extrapolated.
+    """
+    found, experts = [*points], [p for p in points if p.parameters > p.active]
+    for variant, size, larger in itertools.product(*(unique(points, "variant"), *[unique(points, "size")] * 2)):
+        ours, dense = chosen(experts, size=size), chosen(points, variant=variant, size=larger)
+        if size == larger or not (ours and dense) or dense[0].parameters > dense[0].active:
+            continue
+        most = ours[0].parameters
+        if abs(dense[0].parameters / most - 1) > AS_MANY:
+            continue
+        for at in {(p.seed, p.budget): p for p in ours if p.parameters == most}.values():
+            curve = {p.flops: p.loss for p in chosen(dense, seed=at.seed)}
+            if curve and min(curve) <= at.flops <= max(curve):
+                loss = _interpolated(curve, at.flops)
+                tokens = round(at.flops * dense[0].tokens / dense[0].flops)
+                size_of = {"parameters": dense[0].parameters, "active": dense[0].active, "tokens": tokens}
+                found.append(replace(at, variant=variant + NEXT_SIZE, loss=loss, router={}, **size_of))
+    return found
+
+
+def _interpolated(curve: Mapping[float, float], flops: float) -> float:
+    """Return the loss on the polynomial through the four nearest points: a straight line lies above a curve."""
+    near = sorted(curve, key=lambda each: abs(math.log(each / flops)))[:4]
+    x = [math.log(each / flops) for each in near]
+    return float(np.polyfit(x, [curve[each] for each in near], len(near) - 1)[-1])
+
+
 @dataclass(frozen=True)
 class Crossing:
-    """Tokens per parameter from which on one variant has the lower loss, at one size."""
+    """Tokens per parameter at which the sign of a difference turns for good, at one size."""
 
-    size: str
-    parameters: int
     by_seed: dict[int, float]
-    """Seed → tokens per parameter, of the seeds that cross."""
+    """Seed → tokens per parameter, of the seeds that turn as most do."""
+    better_after: bool
+    """Whether the first variant has the lower loss from there on; else up to there."""
     never: int
-    """Seeds whose difference is still positive at the largest budget."""
+    """Other seeds in which it has the higher loss at the largest budget."""
     always: int
-    """Seeds whose difference is negative at all budgets."""
+    """Other seeds in which it has the lower loss at the largest budget."""
 
     @property
     def mean(self) -> float:
-        """Return the geometric mean over the seeds that cross."""
+        """Return the geometric mean over the seeds that turn."""
         return math.exp(statistics.fmean(map(math.log, self.by_seed.values())))
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """Return the 95% interval of that mean; None unless two seeds cross, and all seeds do."""
+        """Return the 95% interval of that mean; None unless two seeds turn, and all seeds do."""
         half = half_interval([math.log(value) for value in self.by_seed.values()])
         if half is None or self.never or self.always:
             return None
@@ -151,23 +187,23 @@ class Crossing:
 
 def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossing | None:
     """Return where the last change of sign is, interpolated linearly over the logarithm of tokens."""
-    some = chosen(points, variant=one, size=size)
-    found, never, always = {}, 0, 0
-    for seed in unique(some, "seed"):
+    ends: dict[int, bool] = {}
+    turns: dict[int, float] = {}
+    for seed in unique(points, "seed"):
         own = differences([p for p in points if p.seed == seed], one, other, size)
         if not own:
             continue
-        if own[-1].mean > 0:
-            never += 1
-        elif before := [i for i, each in enumerate(own) if each.mean > 0]:
+        ends[seed] = own[-1].mean <= 0
+        if before := [i for i, each in enumerate(own) if (each.mean <= 0) != ends[seed]]:
             a, b = own[before[-1]], own[before[-1] + 1]
             part = a.mean / (a.mean - b.mean)
-            found[seed] = math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter))
-        else:
-            always += 1
-    if not (found or never or always):
+            turns[seed] = math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter))
+    if not ends:
         return None
-    return Crossing(size, some[0].parameters, found, never, always)
+    better = 2 * sum(ends[seed] for seed in turns or ends) >= len(turns or ends)
+    found = {seed: turn for seed, turn in turns.items() if ends[seed] == better}
+    rest = [end for seed, end in ends.items() if seed not in found]
+    return Crossing(found, better, rest.count(False), rest.count(True))
 
 
 @dataclass(frozen=True)

@@ -314,10 +314,17 @@ def test_crossing_is_where_the_sign_turns_for_good():
     assert all_three.never == 1 and all_three.band is None
     said = evidence.summary(Evidence("x", "y", "experts", 9, {}, tuple(two)))
     assert "the sign turns at 11.3 (95% interval" in said[1] and "in 2 of 2 seeds" in said[1]
-    grown = [replace(found, parameters=1000), replace(found, parameters=4000, by_seed={1: 16.0, 2: 32.0})]
-    slope = fits.crossing_over_sizes(grown)
-    assert slope.exponent == pytest.approx(0.5) and slope.interval == pytest.approx(0)
-    assert fits.crossing_over_sizes(grown[:1]) is None
+
+
+def test_crossing_may_go_the_other_way():
+    """A curve that flattens earlier is ahead up to 8 tokens per parameter; a seed that differs is counted apart."""
+    points = []
+    for seed, sign in ((1, 1), (2, 1), (3, -1)):
+        points += [point("dense", seed, budget, 3.0) for budget in BUDGETS]
+        points += [point("experts", seed, budget, 3.0 + sign * math.log2(budget / 1000 / 8)) for budget in BUDGETS]
+    found = fits.crossing(points, "experts", "dense", "s")
+    assert found.by_seed == pytest.approx({1: 8, 2: 8}) and not found.better_after
+    assert (found.never, found.always, found.band) == (0, 1, None)
 
 
 def test_best_value_is_the_vertex_or_an_edge():
@@ -327,7 +334,7 @@ def test_best_value_is_the_vertex_or_an_edge():
     best, edge = fits.best_values(points, key)
     assert best.value == pytest.approx(12) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
     moved = [replace(best, flops=10.0**i, value=best.value * 10.0 ** (0.2 * i)) for i in range(3)]
-    assert fits.over_flops(moved).exponent == pytest.approx(0.2)
+    assert fits.over_flops(moved) == pytest.approx(0.2)
     assert fits.over_flops([edge] * 3) is None
     assert edge.at_edge and edge.value == 32 and edge.twice is None
     rates = [
