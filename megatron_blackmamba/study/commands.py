@@ -168,7 +168,7 @@ def show_results(
     path, runs = study.folder / "study.html", grouped(results, "run")
     atomic.write_text(path, render(study, results, total, by_length))
     if how.png is not None:
-        write_pictures(study, results, how.png, by_length)
+        write_pictures(study, results, how.png, dict(by_length))
     show(runs, grouped(results, "ablation"), path)
     if how.tables:
         print("", *(table.markdown() for table in page_tables(runs)), sep="\n")

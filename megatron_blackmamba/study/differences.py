@@ -106,7 +106,7 @@ class Decision:
     def variances(self) -> tuple[float, float, float]:
         """Return the variance of the seeds' part, and of the rest of each variant; negative ones are estimates of 0."""
         seeds = np.cov(np.array([*self.losses.values()]).T)
-        return tuple(float(v) for v in (seeds[0, 1], seeds[0, 0] - seeds[0, 1], seeds[1, 1] - seeds[0, 1]))
+        return float(seeds[0, 1]), float(seeds[0, 0] - seeds[0, 1]), float(seeds[1, 1] - seeds[0, 1])
 
 
 def decide(points: Sequence[Point], declared: PrimaryConfig) -> Decision:

@@ -79,8 +79,8 @@ def _draw(
     for j, variant in enumerate(experts):
         for i, other in enumerate(dense, len(experts)):
             for k, size in enumerate(sizes):
-                style = LINES[(j + k) % len(LINES)]
-                _difference(right, fits.differences(points, variant, other, size), f"C{i}", style, band=j == 0)
+                line = LINES[(j + k) % len(LINES)]
+                _difference(right, fits.differences(points, variant, other, size), f"C{i}", line, band=j == 0)
         if len(experts) > 1:
             right.plot([], [], color="black", linestyle=LINES[j], label=names[variant])
     for i, other in enumerate(dense, len(experts)):

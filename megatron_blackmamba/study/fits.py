@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,11 @@ def with_next_size(points: Sequence[Point]) -> list[Point]:
             if curve and min(curve) <= at.flops <= max(curve):
                 loss = _interpolated(curve, at.flops)
                 tokens = round(at.flops * dense[0].tokens / dense[0].flops)
-                size_of = {"parameters": dense[0].parameters, "active": dense[0].active, "tokens": tokens}
+                size_of: dict[str, Any] = {
+                    "parameters": dense[0].parameters,
+                    "active": dense[0].active,
+                    "tokens": tokens,
+                }
                 found.append(replace(at, variant=variant + NEXT_SIZE, loss=loss, router={}, **size_of))
     return found
 
