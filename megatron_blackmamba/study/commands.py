@@ -1,5 +1,6 @@
 """`blackmamba study`: from a study file to its page, in as many calls as it takes."""
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -96,16 +97,15 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
     while True:
         cells = study.runs(rates)
         left = [cell for cell in cells if not (known and known.has(cell))]
-        ready = [cell for cell in left if not cell.waits]
+        todo = [cell for cell in left if not cell.done]
+        ready = [*itertools.takewhile(lambda cell: not cell.waits, todo)] or [c for c in todo if not c.waits]
         if how.budget is not None and study.config.has_branches and not how.page_only:
             costs = afford.costs(left, Evidence.of(study, cells, known).points)
             say("; ".join(afford.described(costs, how.budget)))
             ready = [cell for cell in afford.afforded(costs, how.budget) if not cell.waits]
-        if not _do(ready, study, how, local) or how.budget is not None:
+        if not ready or not _do(ready, study, how, local) or how.budget is not None:
             return all(cell.done for cell in left)
-        before, study = study.best, settled(study, known)
-        if study.best == before:
-            return all(cell.done for cell in left)
+        study = settled(study, known)
 
 
 def settled(study: Study, known: Evidence | None) -> Study:

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_blackmamba.study import commands, differences, evidence
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
+from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from tests.study.test_trunks import point, study_of
 
@@ -67,6 +68,7 @@ def grids(folder, **last):
 def tuned(study, losses):
     """Return the points of the grid with given losses by rate."""
     cells = [cell for cell in study.runs(study.learning_rates()) if not cell.waits]
+    cells = [cell for cell in cells if cell.group == "experts"]
     rates = [cell.config.optimizer.learning_rate for cell in cells]
     changed = [dict(cell.changed) for cell in cells]
     at = [
@@ -98,6 +100,26 @@ def test_fresh_seeds_wait_for_a_bracketed_rate(tmp_path, capsys):
     assert commands.settled(study, Evidence("mine", "y", "experts", 9, {}, (*known.points, *seeds))).best == {
         ("experts", "small"): 8e-3
     }
+
+
+def test_series_after_fresh_seeds_do_not_come_before_them(tmp_path, monkeypatch):
+    """The grid of another variant stands behind the fresh seeds, and waits until their rate is chosen."""
+    dense = {"sizes": ["small"], "seeds": [1], "variants": ["dense"]}
+    series = [*grids(tmp_path).config.model_dump()["series"], dense]
+    study = study_of(tmp_path, series=series)
+    points = tuned(study, {4e-3: 3.2, 8e-3: 3.0, 1.6e-2: 3.1})
+    asked = []
+
+    def asks(cells, *_):
+        asked.append([(cell.group, cell.seed) for cell in cells])
+        return not cells
+
+    monkeypatch.setattr(commands, "_do", asks)
+    for some in (points[1:], points):
+        known = Evidence("mine", "y", "experts", 9, {}, tuple(some))
+        assert not commands._train(commands.settled(study, known), HowToRun(), known)
+    first, second = (each for each in asked if each)
+    assert first == [("experts", 1)] and second == [("experts", 4)] * 2 + [("dense", 1)] * 2
 
 
 def test_the_declared_study_is_a_part_of_trend():
