@@ -16,6 +16,7 @@ from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
 from megatron_blackmamba.study import (
     afford,
+    differences,
     evidence,
     evidence_picture,
     fits,
@@ -178,14 +179,16 @@ def show_results(
 def draw(found: Evidence, study: Study, how: HowToRun) -> Path:
     """Write the page and the picture of a study with branches, and print its summary."""
     path = study.folder / "study.html"
-    pictured = study.config.pictured
+    pictured, primary = study.config.pictured, study.config.primary
     subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
-    atomic.write_text(path, evidence.render(found, subjects))
+    shown = replace(found, points=tuple(differences.sealed(found.points, primary)))
+    atomic.write_text(path, evidence.render(shown, subjects))
     if how.png is not None:
-        evidence_picture.write_picture(found, pictured, how.png)
-    print(*evidence.summary(found), *evidence.decisions(found, study.config.primary), path, sep="\n")
+        evidence_picture.write_picture(shown, pictured, how.png)
+    _, *said = evidence.summary(shown)
+    print(evidence.progress(found), *said, *evidence.decisions(found, primary), path, sep="\n")
     if how.tables:
-        print("", *(table.markdown() for table in tables.every(found, subjects or [found.first])), sep="\n")
+        print("", *(table.markdown() for table in tables.every(shown, subjects or [found.first])), sep="\n")
     return path
 
 

@@ -97,6 +97,8 @@ class Decision:
         """Return which variant is better, once all declared seeds are finished."""
         if len(self.losses) < len(self.declared.seeds):
             return "no conclusion before all seeds are finished"
+        if not all(map(math.isfinite, self.differences)):
+            return "open, the loss of a run is not finite"
         mean, half = statistics.fmean(self.differences), half_interval(self.differences) or 0.0
         if abs(mean) <= half:
             return "open, the interval contains 0"
@@ -107,6 +109,13 @@ class Decision:
         """Return the variance of the seeds' part, and of the rest of each variant; negative ones are estimates of 0."""
         seeds = np.cov(np.array([*self.losses.values()]).T)
         return float(seeds[0, 1]), float(seeds[0, 0] - seeds[0, 1]), float(seeds[1, 1] - seeds[0, 1])
+
+
+def sealed(points: Sequence[Point], primary: Sequence[PrimaryConfig]) -> list[Point]:
+    """Return the points without those of declared comparisons that have not all of their seeds."""
+    waiting = [each for each in primary if len(decide(points, each).losses) < len(each.seeds)]
+    hidden = {(v, each.size, seed) for each in waiting for v in (each.one, each.other) for seed in each.seeds}
+    return [point for point in points if (point.variant, point.size, point.seed) not in hidden]
 
 
 def decide(points: Sequence[Point], declared: PrimaryConfig) -> Decision:

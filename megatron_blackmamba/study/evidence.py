@@ -17,11 +17,16 @@ from megatron_blackmamba.study.results import mean_of
 def summary(evidence: Evidence) -> list[str]:
     """Return what the points say so far: a line for each comparison with the first variant."""
     points, tuned, first = evidence.plain, fits.at_best_rates(evidence.points), evidence.first
-    hours = sum(point.seconds for point in evidence.points) / 3600
-    said = [f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."]
+    said = [progress(evidence)]
     for some, where in ((tuned, tables.TUNED), (points, "")):
         said += _compared(fits.with_next_size(some), first, where)
     return said
+
+
+def progress(evidence: Evidence) -> str:
+    """Return a line about how many points are finished."""
+    hours = sum(point.seconds for point in evidence.points) / 3600
+    return f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."
 
 
 def decisions(evidence: Evidence, primary: Sequence[PrimaryConfig]) -> Iterator[str]:

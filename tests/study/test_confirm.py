@@ -1,5 +1,6 @@
 """The study `confirm`: its analysis is right on simulated losses, and its runs follow the declared rules."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from megatron_blackmamba.study import commands, differences, evidence
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
+from megatron_blackmamba.study.runs import Study
 from tests.study.test_trunks import point, study_of
 
 BUDGET = 1000
@@ -54,6 +56,24 @@ def test_nothing_is_said_before_all_seeds_are_there():
     assert line.endswith("6 of 7 seeds are finished: no conclusion before all seeds are finished.")
     whole, numbers = evidence.decisions(Evidence("x", "y", "experts", 9, {}, (*points, *explored)), [DECLARED])
     assert whole.endswith("7 of 7 seeds are finished: experts has the lower loss.") and "difference is -0.99" in numbers
+
+
+def test_losses_of_waiting_comparisons_are_sealed(tmp_path, capsys):
+    """Neither the summary nor a table or the page shows them, until the last seed is there."""
+    draw = np.random.default_rng(6)
+    fresh, explored = simulated(draw, -2.0), simulated(draw, 0.5, seeds=[1, 2, 3])
+    file = study_of(tmp_path).config.model_copy(update={"primary": [DECLARED]})
+    study, how = Study("mine", file, tmp_path), HowToRun(tables=True)
+    for count in (len(fresh) - 1, len(fresh)):
+        found = Evidence("mine", "y", "experts", 20, {}, (*explored, *fresh[:count]))
+        page = commands.draw(found, study, how).read_text()
+        said = capsys.readouterr().out
+        whole = count == len(fresh)
+        assert said.startswith(f"{count + 6} of 20 planned points are finished")
+        assert [text.count("(3 seeds)") > 0 for text in (said, page)] == [not whole] * 2
+        assert ("The difference is -2." in said) == whole
+    lost = [replace(p, loss=math.nan) if p.seed == 4 else p for p in fresh]
+    assert differences.decide(lost, DECLARED).verdict == "open, the loss of a run is not finite"
 
 
 def grids(folder, **last):
