@@ -75,9 +75,8 @@ def render(evidence: Evidence, subjects: Sequence[str] = ()) -> str:
         "<section><h2>So far</h2>" + "".join(f"<p>{escape(line)}</p>" for line in summary(evidence)) + "</section>",
         html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
                      " confidence intervals over the seeds. The variants of a seed share the order of the data."),
-        html.section("Loss over training FLOPs", [*_losses(evidence.plain)], "Means over the seeds; dashed: the law."),
+        html.section("Loss over training FLOPs", [*_losses(evidence.plain)], "Means over the seeds."),
         *(table.html() for table in tables.every(evidence, subjects or [evidence.first])),
-        html.section("Residuals", [*_residuals(evidence.plain)], "Loss less the law with an offset, else without one."),
     ]  # fmt: skip
     words = f"Written by blackmamba study {escape(evidence.name)} --page."
     return html.page(f"{evidence.name} · BlackMamba study", header, sections, words)
@@ -96,13 +95,7 @@ def _losses(points: Sequence[Point]) -> Iterator[str]:
         for i, variant in enumerate(unique(points, "variant")):
             spent, losses = _means(chosen(points, variant=variant, size=size))
             curves.append(Line(variant, np.log10(spent), losses, colour=i, thin=i >= charts.COLOURS))
-            if law := _best_fit(points, variant, size):
-                curves.append(Line(f"{variant}, law", np.log10(spent), law.law.at(spent), colour=i, dashed=True))
         yield charts.lines(f"Validation loss, size {size}", curves, x_label="log10 of training FLOPs")
-
-
-def _best_fit(points: Sequence[Point], variant: str, size: str) -> fits.Fit | None:
-    return fits.fit(points, variant, size, True) or fits.fit(points, variant, size, False)
 
 
 def _differences(evidence: Evidence) -> Iterator[str]:
@@ -121,15 +114,3 @@ def _differences(evidence: Evidence) -> Iterator[str]:
             curves.append(Line("equal", [min(ends), max(ends)], [0.0, 0.0], colour=len(curves), dashed=True, thin=True))
             title, label = f"{evidence.first} − {other}", "log10 of tokens per parameter"
             yield charts.lines(title, curves, x_label=label)
-
-
-def _residuals(points: Sequence[Point]) -> Iterator[str]:
-    for size in unique(points, "size"):
-        curves = []
-        for i, variant in enumerate(unique(points, "variant")):
-            if found := _best_fit(points, variant, size):
-                budgets = sorted(found.residuals)
-                means = [statistics.fmean(found.residuals[budget]) for budget in budgets]
-                curves.append(Line(variant, np.log10(budgets), means, colour=i, thin=i >= charts.COLOURS))
-        if curves:
-            yield charts.lines(f"Residuals, size {size}", curves, x_label="log10 of the budget in tokens")

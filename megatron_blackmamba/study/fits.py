@@ -1,4 +1,4 @@
-"""Laws fitted to a study's points: loss over compute, where two variants cross, and the best learning rate."""
+"""What follows from a study's points: differences, where their sign turns, and the best learning rate."""
 
 import itertools
 import math
@@ -13,81 +13,8 @@ from megatron_blackmamba.study.config import RATE
 from megatron_blackmamba.study.points import Point, chosen, unique
 from megatron_blackmamba.study.results import half_interval
 
-LEAST_BUDGETS = {False: 3, True: 5}
-"""Budgets that a power law needs, without and with an offset."""
-OFFSETS = 400
 LARGEST = 3
 """Budgets that choose a learning rate."""
-MISFIT = 3.0
-"""A budget does not fit if its mean residual is this many standard errors over the seeds."""
-MISFIT_NATS = 0.01
-"""A smaller residual is no misfit, however well the seeds agree."""
-
-
-@dataclass(frozen=True)
-class Law:
-    """loss = offset + factor × FLOPs^-exponent."""
-
-    offset: float
-    factor: float
-    exponent: float
-
-    def at(self, spent: Sequence[float]) -> np.ndarray:
-        """Return the loss at training FLOPs."""
-        return self.offset + self.factor * np.asarray(spent, dtype=float) ** -self.exponent
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A law of one variant and size, and how well its points follow it."""
-
-    variant: str
-    size: str
-    law: Law
-    seeds: int
-    exponent_interval: float | None
-    """Half of the 95% interval of the exponent over fits of single seeds; None from one seed."""
-    residuals: dict[int, list[float]]
-    """By budget, loss less law of each seed."""
-
-    @property
-    def misfits(self) -> list[int]:
-        """Return the budgets whose points lie off the law by more than their seeds differ."""
-        return [budget for budget, values in self.residuals.items() if _is_off(values)]
-
-
-def _is_off(residuals: Sequence[float]) -> bool:
-    if len(residuals) < 2 or abs(statistics.fmean(residuals)) < MISFIT_NATS:
-        return False
-    return abs(statistics.fmean(residuals)) > MISFIT * statistics.stdev(residuals) / math.sqrt(len(residuals))
-
-
-def power_law(spent: Sequence[float], losses: Sequence[float], offset: bool) -> Law:
-    """Return the law with the least squares of log(loss - offset), of those with the least squares of the loss."""
-    x, y = np.log(np.asarray(spent)), np.asarray(losses)
-    tried = np.linspace(0, float(y.min()) * 0.999, OFFSETS) if offset else [0.0]
-    laws = []
-    for base in tried:
-        slope, height = np.polyfit(x, np.log(y - base), 1)
-        laws.append(Law(float(base), float(math.exp(height)), float(-slope)))
-    return min(laws, key=lambda law: float(np.sum((law.at(spent) - y) ** 2)))
-
-
-def fit(points: Sequence[Point], variant: str, size: str, offset: bool) -> Fit | None:
-    """Fit a variant at a size over all its seeds; None from too few budgets."""
-    some = chosen(points, variant=variant, size=size)
-    if len(unique(some, "budget")) < LEAST_BUDGETS[offset]:
-        return None
-    law = power_law([point.flops for point in some], [point.loss for point in some], offset)
-    exponents = []
-    for seed in unique(some, "seed"):
-        own = chosen(some, seed=seed)
-        if len(own) >= LEAST_BUDGETS[offset]:
-            exponents.append(power_law([p.flops for p in own], [p.loss for p in own], offset).exponent)
-    residuals: dict[int, list[float]] = {}
-    for point in some:
-        residuals.setdefault(point.budget, []).append(float(point.loss - law.at([point.flops])[0]))
-    return Fit(variant, size, law, len(unique(some, "seed")), half_interval(exponents), residuals)
 
 
 @dataclass(frozen=True)

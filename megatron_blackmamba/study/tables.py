@@ -23,7 +23,7 @@ def every(evidence: Evidence, subjects: Sequence[str]) -> Iterator[Table]:
         found += [turns(points, subjects, where), tests(points, subjects, where)]
         found += [equal_losses(points, subjects, where)]
     found += [others(plain, evidence.first), changes(evidence.points), rules(plain), routers(plain)]
-    found += [generation(evidence), all_points(evidence.plain), laws(evidence.plain), *best_values(evidence.points)]
+    found += [generation(evidence), all_points(evidence.plain), *best_values(evidence.points)]
     yield from (table for table in [*found, corpus(evidence)] if table.rows)
 
 
@@ -250,33 +250,6 @@ def _row(at: Sequence[Point]) -> list[str]:
 def _unseen(at: Sequence[Point]) -> str:
     names = [name for name in at[0].validation if name not in SOURCES]
     return " / ".join(f"{name} {statistics.fmean(p.validation[name] for p in at):.3f}" for name in names) or "–"
-
-
-def laws(points: Sequence[Point]) -> Table:
-    """Show the power laws of loss over FLOPs, and whether the points follow them."""
-    rows = []
-    for size in unique(points, "size"):
-        for variant in unique(points, "variant"):
-            for offset in (False, True):
-                if found := fits.fit(points, variant, size, offset):
-                    half = found.exponent_interval
-                    base = f"{found.law.offset:.3f}" if offset else "none"
-                    exponent = f"{found.law.exponent:.4f}" + ("" if half is None else f" ± {half:.4f}")
-                    largest = max(abs(v) for each in found.residuals.values() for v in each)
-                    rows.append([variant, size, base, exponent, f"{largest:.4f}", _misfit(found)])
-    words = (
-        "loss = offset + factor × FLOPs^-exponent for one model size; ± is the 95% interval over fits of single seeds."
-        " A law holds inside the budgets that it was fitted to, and says nothing about larger models."
-    )
-    columns = ("variant", "size", "offset", "exponent", "largest residual", "do the points fit?")
-    return Table("Power laws", words, columns, rows)
-
-
-def _misfit(found: fits.Fit) -> str:
-    if found.seeds < 2:
-        return "unknown: one seed"
-    misfits = ", ".join(short(budget) for budget in found.misfits)
-    return f"no, at {misfits} they lie off it by more than the seeds differ" if misfits else "yes"
 
 
 def best_values(points: Sequence[Point]) -> Iterator[Table]:

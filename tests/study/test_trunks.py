@@ -280,26 +280,6 @@ def point(variant, seed, budget, loss, size="s", rate=4e-3, **changed):
 BUDGETS = [1000 * 2**i for i in range(7)]
 
 
-def test_power_law_is_found_with_and_without_offset():
-    for offset in (0.0, 1.5):
-        law = fits.Law(offset, 40.0, 0.12)
-        losses = [float(law.at([1e6 * budget])[0]) for budget in BUDGETS]
-        found = fits.power_law([1e6 * budget for budget in BUDGETS], losses, offset > 0)
-        assert found.offset == pytest.approx(offset, abs=0.02) and found.exponent == pytest.approx(0.12, abs=0.003)
-
-
-def test_points_off_the_law_are_named():
-    draw = np.random.default_rng(0)
-
-    def loss(budget):
-        return 3 * budget**-0.1 + (0.05 if budget == BUDGETS[3] else 0) + 0.001 * draw.normal()
-
-    points = [point("experts", seed, budget, loss(budget)) for seed in (1, 2, 3) for budget in BUDGETS]
-    found = fits.fit(points, "experts", "s", False)
-    assert BUDGETS[3] in found.misfits and found.exponent_interval > 0
-    assert fits.fit([p for p in points if p.budget <= BUDGETS[1]], "experts", "s", False) is None
-
-
 def test_crossing_is_where_the_sign_turns_for_good():
     """The difference is log2(tokens per parameter / 8) of seed 1, and turns at 16 for seed 2."""
     points = []
