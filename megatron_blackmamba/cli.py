@@ -14,7 +14,7 @@ from megatron_blackmamba import interrupts
 from megatron_blackmamba.config.arguments import ConfigArgument, Configs, complete_config, compose
 from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.errors import in_words, may_pass
-from megatron_blackmamba.evaluation.verb import evaluate
+from megatron_blackmamba.evaluation.verb import evaluate, keep_bias
 from megatron_blackmamba.hints import hint
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
@@ -34,7 +34,7 @@ SECTIONS = {
     "Data": ("data",),
     "Train": ("plan", "doctor", "train", "anneal", "launch"),
     "Compare": ("runs", "report", "compare", "evaluate", "study"),
-    "Use": ("generate", "chat", "average", "export", "import", "verify"),
+    "Use": ("generate", "chat", "average", "keep-bias", "export", "import", "verify"),
 }
 """The commands in the order of a user's work, as --help shows them."""
 
@@ -447,6 +447,7 @@ app.command()(interchange_commands.verify)
 app.command()(interchange_commands.average)
 data_commands.app.command()(trace_commands.trace)
 app.command()(evaluate)
+app.command()(keep_bias)
 app.command()(study)
 app.add_typer(data_commands.app, name="data")
 app.add_typer(interchange_commands.export_app, name="export")

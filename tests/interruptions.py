@@ -49,6 +49,7 @@ CASES = {
     ),
     "anneal": Case("anneal {material}/runs/mine --tokens 30720 --name annealed folder=runs", saves=True),
     "average": Case("average {material}/runs/mine {material}/runs/other averaged"),
+    "keep-bias": Case("keep-bias {material}/runs/mine kept --text {material}/text/0.jsonl"),
     "plan": Case("plan blackmamba_2.8b --nodes 8 --suggest"),
     "doctor": Case("doctor --folder runs"),
     "launch": Case("launch tiny --nodes 1 --gpus-per-node 1 --dry-run"),

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from megatron_blackmamba.evaluation.options import Options
-from megatron_blackmamba.interchange.commands import Json, Precision
+from megatron_blackmamba.inference.commands import Device
+from megatron_blackmamba.interchange.commands import Json, Out, Precision, Target, TokenizerFile
 from megatron_blackmamba.options import taking
 
 
@@ -54,3 +55,33 @@ def evaluate(
         watch_run(model, options)
     else:
         evaluate_model(model, options, as_json)
+
+
+def keep_bias(
+    model: Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")],
+    out: Out,
+    text: Annotated[list[Path], typer.Option(help="Text to find the bias with, and to measure; repeat for several.")],
+    to: Annotated[Target, typer.Option(help="A checkpoint, or a Hugging Face folder.")] = Target.checkpoint,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the text to read.")] = 1_000_000,
+    tokenizer: TokenizerFile = None,
+    device: Device = None,
+) -> None:
+    """Find the bias of Sinkhorn's plan from text, keep it for inference, and print what it gains.
+
+    Half of the text finds the bias, the other half measures. The new model has model.router.kind=sinkhorn_bias.
+
+    [dim]blackmamba keep-bias BlackMamba-1.5B checkpoints/kept --text pile.jsonl --tokenizer 20B_tokenizer.json[/dim]
+
+    [dim]blackmamba keep-bias runs/tiny exports/kept --to hf --text book.txt[/dim]
+    """
+    from megatron_blackmamba.evaluation.keep_bias import kept
+    from megatron_blackmamba.interchange import convert
+    from megatron_blackmamba.interchange.open import open_model
+    from megatron_blackmamba.progress import working
+
+    with working("finding the bias"):
+        found, gain = kept(open_model(model, tokenizer), text, tokens, device)
+    print(gain)
+    with working(f"writing {out}"):
+        done = convert.to_hf(found, out) if to is Target.hf else convert.to_checkpoint(found, out)
+    print(f"{out}: compared with the source: {done}")

@@ -19,7 +19,7 @@ class Sinkhorn(RouterKind):
     name = "sinkhorn"
     balanced_by_exports = True
     counts_tokens = True
-    keys = ("iterations", "temperature", "start", "scope", *LOGITS)
+    keys = ("iterations", "temperature", "start", "scope", "gate", *LOGITS)
     depends_on = "all tokens of the micro-batch, later ones too"
 
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
@@ -39,7 +39,7 @@ class Sinkhorn(RouterKind):
         return choice.view(-1, top_k)
 
     def use(self, model: ModelConfig) -> Use:
-        return Use("sigmoid", scale=model.router.scale)
+        return Use(model.router.gate or "sigmoid", scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool | Cannot:
         return of_scope(model)

@@ -7,6 +7,7 @@ expert than in training. This kind keeps a moving mean of the bias, so that infe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.routers.base import BIAS_METRICS, Use
@@ -24,4 +25,4 @@ class SinkhornBias(Sinkhorn):
     metrics = BIAS_METRICS
 
     def use(self, model: ModelConfig) -> Use:
-        return Use("sigmoid", biased=True, bias_on_logits=True, scale=model.router.scale)
+        return replace(super().use(model), biased=True, bias_on_logits=True)

@@ -42,6 +42,9 @@ class RouterConfig(Section):
     """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
     bias: bool = True
     """Learn a bias for the logit of each expert. false, as in most other models: none."""
+    gate: Literal["sigmoid", "softmax"] | None = None
+    """Scale an expert's output by the sigmoid of its logit or by the softmax over all experts. null: as the kind does.
+    With sigmoid, the softmax router divides the weights of several experts by their sum."""
     normalize: bool = False
     """Divide the softmax router's weights of a token by their sum, as Mixtral does."""
     scale: float = Field(1.0, gt=0)

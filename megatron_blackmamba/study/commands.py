@@ -1,24 +1,39 @@
 """`blackmamba study`: from a study file to its page, in as many calls as it takes."""
 
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import afford, evidence, evidence_picture, generation, length, points, routing
+from megatron_blackmamba.study import (
+    afford,
+    differences,
+    evidence,
+    evidence_picture,
+    fits,
+    generation,
+    length,
+    points,
+    routing,
+    tables,
+)
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.page import COLUMNS, render, rows
+from megatron_blackmamba.study.page import tables as page_tables
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence
-from megatron_blackmamba.study.results import collect, grouped, to_json
+from megatron_blackmamba.study.results import Result, collect, grouped, read_results, to_json
 from megatron_blackmamba.study.runs import Cell, Study
 
 SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "tokens/s")
@@ -44,12 +59,16 @@ def _decides(config: StudyConfig) -> Section:
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
     if how.points is not None and not study.config.has_branches:
-        raise StudyError("--points is for studies on trunks and branches. Leave it out")
+        if not how.page_only:
+            raise StudyError("--points is for studies on trunks and branches. Leave it out, or add --page")
+        results = read_results(how.points)
+        show_results(study, results, len(results), how, {})
+        return True
     known, finished = Evidence.read(how.points) if how.points else None, False
     if known is not None and how.page_only:
         if known.name != study.name:
             raise StudyError(f"{how.points} has points of the study {known.name}: blackmamba study {known.name}")
-        draw(known, study.folder, how.png)
+        draw(known, study, how)
         return True
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
@@ -61,9 +80,9 @@ def run(study: Study, how: HowToRun) -> bool:
     if known is not None and (wrong := known.unlike(study)):
         raise StudyError(f"{how.points} {wrong}. Leave out --points")
     try:
-        finished = _train(study, how, known)
+        finished = _train(settled(study, known), how, known)
     finally:
-        write_page(study, how.png, known, measures=finished or how.page_only)
+        write_page(settled(study, known), how, known, measures=finished or how.page_only)
     return finished
 
 
@@ -76,14 +95,34 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
     rates = study.learning_rates()
     if rates is None:
         return False
-    cells = study.runs(rates)
-    if known is not None:
-        cells = [cell for cell in cells if not known.has(cell)]
-    if how.budget is not None and study.config.has_branches and not how.page_only:
-        left = afford.costs(cells, Evidence.of(study, cells, known).points)
-        say("; ".join(afford.described(left, how.budget)))
-        return _do(afford.afforded(left, how.budget), study, how, local) and all(cell.done for cell in cells)
-    return _do(cells, study, how, local)
+    while True:
+        cells = study.runs(rates)
+        left = [cell for cell in cells if not (known and known.has(cell))]
+        todo = [cell for cell in left if not cell.done]
+        ready = [*itertools.takewhile(lambda cell: not cell.waits, todo)] or [c for c in todo if not c.waits]
+        if how.budget is not None and study.config.has_branches and not how.page_only:
+            costs = afford.costs(left, Evidence.of(study, cells, known).points)
+            say("; ".join(afford.described(costs, how.budget)))
+            ready = [cell for cell in afford.afforded(costs, how.budget) if not cell.waits]
+        if not ready or not _do(ready, study, how, local) or how.budget is not None:
+            return all(cell.done for cell in left)
+        study = settled(study, known)
+
+
+def settled(study: Study, known: Evidence | None) -> Study:
+    """Return the study with the rates for `best_rate`: the best of each finished grid, unless it is at an edge."""
+    rates = study.learning_rates()
+    if rates is None or not any(series.best_rate for series in study.config.series):
+        return study
+    plain = replace(study, best={})
+    grids = [cell for cell in plain.runs(rates) if not cell.waits]
+    found = Evidence.of(plain, grids, known)
+    left = {(cell.group, cell.size) for cell in grids if not found.has(cell)}
+    best = {key: one for key, one in fits.best_rates(found.points).items() if key not in left}
+    for (variant, size), one in best.items():
+        if one.at_edge:
+            say(f"{variant}, {size}: the best rate {one.lowest:g} is at an edge of {[*one.tried]}: extend its grid")
+    return replace(study, best={key: one.lowest for key, one in best.items() if not one.at_edge})
 
 
 def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> bool:
@@ -97,7 +136,7 @@ def _do(cells: Sequence[Cell], study: Study, how: HowToRun, local: Local) -> boo
     return local.train(cells)
 
 
-def write_page(study: Study, png: Path | None, known: Evidence | None, measures: bool) -> Path:
+def write_page(study: Study, how: HowToRun, known: Evidence | None, measures: bool) -> Path:
     """Write the results, the page and, into a folder, the main charts of what is finished.
 
     measures: first look at the routers of a study with branches, and time its models. A stop does not wait for that.
@@ -109,7 +148,9 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
             routing.measure(study, cells, say)
             with working("measuring generation"):
                 generation.measure(study.folder, cells)
-        return write_evidence(Evidence.of(study, cells, known), study.folder, png)
+        found = Evidence.of(study, cells, known)
+        found.write(study.folder / points.FILE)
+        return draw(found, study, how)
     cells = [*study.tuning(), *cells]
     with working("measuring generation"):
         generation.measure(study.folder, cells)
@@ -118,27 +159,36 @@ def write_page(study: Study, png: Path | None, known: Evidence | None, measures:
     results = [collect(cell) for cell in cells if cell.done]
     atomic.write_json(study.folder / "results.json", to_json(results))
     total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))
-    path = study.folder / "study.html"
+    return show_results(study, results, total, how, by_length)
+
+
+def show_results(
+    study: Study, results: Sequence[Result], total: int, how: HowToRun, by_length: Mapping[str, TaskResult]
+) -> Path:
+    """Write the page and the pictures of a study of whole runs, and print its tables."""
+    path, runs = study.folder / "study.html", grouped(results, "run")
     atomic.write_text(path, render(study, results, total, by_length))
-    if png is not None:
-        write_pictures(study, results, png, by_length)
-    show(grouped(results, "run"), grouped(results, "ablation"), path)
+    if how.png is not None:
+        write_pictures(study, results, how.png, dict(by_length))
+    show(runs, grouped(results, "ablation"), path)
+    if how.tables:
+        print("", *(table.markdown() for table in page_tables(runs)), sep="\n")
     return path
 
 
-def write_evidence(found: Evidence, folder: Path, png: Path | None) -> Path:
-    """Write the points of a study with branches and draw them."""
-    found.write(folder / points.FILE)
-    return draw(found, folder, png)
-
-
-def draw(found: Evidence, folder: Path, png: Path | None) -> Path:
+def draw(found: Evidence, study: Study, how: HowToRun) -> Path:
     """Write the page and the picture of a study with branches, and print its summary."""
-    path = folder / "study.html"
-    atomic.write_text(path, evidence.render(found))
-    if png is not None:
-        evidence_picture.write_picture(found, png)
-    print(*evidence.summary(found), path, sep="\n")
+    path = study.folder / "study.html"
+    pictured, primary = study.config.pictured, study.config.primary
+    subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
+    shown = replace(found, points=tuple(differences.sealed(found.points, primary)))
+    atomic.write_text(path, evidence.render(shown, subjects))
+    if how.png is not None:
+        evidence_picture.write_picture(shown, pictured, how.png)
+    _, *said = evidence.summary(shown)
+    print(evidence.progress(found), *said, *evidence.decisions(found, primary), path, sep="\n")
+    if how.tables:
+        print("", *(table.markdown() for table in tables.every(shown, subjects or [found.first])), sep="\n")
     return path
 
 

@@ -22,7 +22,8 @@ OWN = (
     *("optimizer.decay", "optimizer.decay_tokens", "optimizer.min_learning_rate"),
 )
 """What a study sets itself."""
-OF_TRUNKS = ("optimizer.learning_rate", "training.global_batch", "training.batch_ramp", "data.sequence_length")
+RATE = "optimizer.learning_rate"
+OF_TRUNKS = (RATE, "training.global_batch", "training.batch_ramp", "data.sequence_length")
 """What decides, with OWN, where a branch leaves its trunk and how it goes on."""
 
 
@@ -68,6 +69,9 @@ class SeriesConfig(Section):
 
     `branch.KEY` changes KEY after the trunk only, which is then the variant's own."""
 
+    best_rate: bool = False
+    """Train each variant at its best learning rate, which the grids of the series without this choose first."""
+
     @field_validator("grid")
     @classmethod
     def _can_be_changed(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
@@ -84,6 +88,17 @@ class SeriesConfig(Section):
             if plain != key and (under(plain, OF_TRUNKS) or not may_differ(plain)):
                 raise ValueError(f"{key}: a branch goes on with its trunk's {plain}")
         return grid
+
+
+class PrimaryConfig(Section):
+    """A comparison that was declared before its seeds were trained: loss of `one` less loss of `other`."""
+
+    one: str
+    other: str
+    size: str
+    budget: int
+    seeds: list[int] = Field(min_length=2)
+    """All of them decide; with fewer there is no conclusion."""
 
 
 class CorpusConfig(Section):
@@ -138,6 +153,14 @@ class StudyConfig(Section):
     """Part of a budget over which the learning rate decays, in studies of several budgets."""
     series: list[SeriesConfig] = Field([])
     """The points of a study of several budgets, those that tell most first."""
+    primary: list[PrimaryConfig] = Field([])
+    """The comparisons that decide what a study on branches was started for."""
+    pictured: dict[str, str] = Field({})
+    """Variants of the picture, and what it calls them; those with experts are compared with all others in tables too.
+
+    Empty: the first variant, and the dense ones of equal FLOPs."""
+    watched: list[int] = Field([])
+    """Seeds whose routers are looked at. Empty: the first of `seeds`."""
     seeds: list[int] = Field([1, 2, 3], min_length=1)
     tuning: TuningConfig
     ablations: dict[str, AblationConfig] = Field({})
@@ -175,6 +198,12 @@ class StudyConfig(Section):
             for variant, size in itertools.product(series.variants, series.sizes):
                 if size not in self.variants[variant]:
                     raise ValueError(f"series.{number}: variants.{variant} has no size {size}")
+            if series.best_rate and RATE in series.grid:
+                raise ValueError(f"series.{number}: best_rate chooses {RATE}. Remove it from the grid")
+        for number, pair in enumerate(self.primary):
+            points = {(variant, size, n) for variant in self.variants for size, all in self.tokens.items() for n in all}
+            if not {(each, pair.size, pair.budget) for each in (pair.one, pair.other)} <= points:
+                raise ValueError(f"primary.{number}: no such variant, size or budget in this study")
         if self.length is not None and self.has_branches:
             raise ValueError("length is measured in studies with one budget for each size: remove it, or the budgets")
         for name, ablation in self.ablations.items():

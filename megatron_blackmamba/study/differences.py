@@ -1,4 +1,4 @@
-"""Conclusions from differences: tests, a law for sizes and budgets that were not run, and FLOPs at equal loss."""
+"""Conclusions from differences: declared comparisons, tests that allow for their number, and FLOPs at equal loss."""
 
 import math
 import statistics
@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.fits import Difference, differences
 from megatron_blackmamba.study.points import Point, chosen, unique
 from megatron_blackmamba.study.results import half_interval
 
 TESTED_FROM = 10.0
 """Tokens per parameter from which on budgets count for a test."""
-LAW_FROM = 2.0
-"""Below, models still learn the frequencies of tokens."""
 STEPS = 20_001
 
 
@@ -22,6 +21,7 @@ STEPS = 20_001
 class Comparison:
     """Two variants at one size, tested on each seed's mean difference over the larger budgets."""
 
+    first: str
     other: str
     size: str
     by_seed: dict[int, float]
@@ -29,24 +29,19 @@ class Comparison:
     """The p-value, by Holm's method for all tests of the study."""
 
     @property
-    def mean(self) -> float:
-        """Return the mean over the seeds."""
-        return statistics.fmean(self.by_seed.values())
-
-    @property
     def p(self) -> float:
         """Return the two-sided p-value of Student's t."""
         return p_value([*self.by_seed.values()])
 
 
-def comparisons(points: Sequence[Point], first: str) -> list[Comparison]:
-    """Return one of `first` with every other variant at every size where three seeds have both."""
+def comparisons(points: Sequence[Point], pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
+    """Return those of two variants and a size that three seeds have."""
     found = []
-    for other, size in ((o, s) for o in unique(points, "variant") if o != first for s in unique(points, "size")):
+    for first, other, size in pairs:
         by_seed = {seed: _mean_of_large(points, first, other, size, seed) for seed in unique(points, "seed")}
         known = {seed: mean for seed, mean in by_seed.items() if mean is not None}
         if len(known) > 2:
-            found.append(Comparison(other, size, known))
+            found.append(Comparison(first, other, size, known))
     adjusted = holm([one.p for one in found])
     return [replace(one, adjusted=p) for one, p in zip(found, adjusted, strict=True)]
 
@@ -82,49 +77,55 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class DifferenceLaw:
-    """difference = constant + by_ratio × ln(tokens per parameter) + by_size × ln(parameters), for each seed."""
+class Decision:
+    """A comparison declared beforehand, over the seeds that are finished.
 
-    coefficients: dict[int, tuple[float, float, float]]
-    residual: float
-    """The largest distance of a point from the law of its seed."""
-    largest: tuple[float, float]
-    """The most parameters and tokens per parameter that it was fitted to."""
+    The model is loss = mean of the variant + part of the seed + rest. The variants of a seed share its part. So the
+    difference has the variance of both rests, which may differ, and Student's t over the seeds is exact.
+    """
 
-    def at(self, parameters: float, ratio: float) -> tuple[float, float | None]:
-        """Return the difference and half of its 95% interval over the seeds; an extrapolation beyond `largest`."""
-        x = (1.0, math.log(ratio), math.log(parameters))
-        values = [float(np.dot(each, x)) for each in self.coefficients.values()]
-        return statistics.fmean(values), half_interval(values)
+    declared: PrimaryConfig
+    losses: dict[int, tuple[float, float]]
 
-    def crossing(self, parameters: float) -> tuple[float, float | None]:
-        """Return ln(tokens per parameter) at which the sign turns at a size, and half of its interval."""
-        values = [-(a + c * math.log(parameters)) / b for a, b, c in self.coefficients.values()]
-        return statistics.fmean(values), half_interval(values)
+    @property
+    def differences(self) -> list[float]:
+        """Return the difference of each seed."""
+        return [one - other for one, other in self.losses.values()]
+
+    @property
+    def verdict(self) -> str:
+        """Return which variant is better, once all declared seeds are finished."""
+        if len(self.losses) < len(self.declared.seeds):
+            return "no conclusion before all seeds are finished"
+        if not all(map(math.isfinite, self.differences)):
+            return "open, the loss of a run is not finite"
+        mean, half = statistics.fmean(self.differences), half_interval(self.differences) or 0.0
+        if abs(mean) <= half:
+            return "open, the interval contains 0"
+        return f"{self.declared.one if mean < 0 else self.declared.other} has the lower loss"
+
+    @property
+    def variances(self) -> tuple[float, float, float]:
+        """Return the variance of the seeds' part, and of the rest of each variant; negative ones are estimates of 0."""
+        seeds = np.cov(np.array([*self.losses.values()]).T)
+        return float(seeds[0, 1]), float(seeds[0, 0] - seeds[0, 1]), float(seeds[1, 1] - seeds[0, 1])
 
 
-def difference_law(points: Sequence[Point], one: str, other: str) -> DifferenceLaw | None:
-    """Fit the seeds that have at least two sizes, by least squares; None without one."""
-    found, residuals, used = {}, [0.0], []
-    for seed in unique(points, "seed"):
-        rows = [
-            (chosen(points, variant=one, size=size)[0].parameters, each)
-            for size in unique(points, "size")
-            for each in differences([p for p in points if p.seed == seed], one, other, size)
-            if each.per_parameter >= LAW_FROM
-        ]
-        if len({parameters for parameters, _ in rows}) < 2 or len(rows) < 5:
-            continue
-        x = np.array([(1.0, math.log(each.per_parameter), math.log(parameters)) for parameters, each in rows])
-        y = np.array([each.mean for _, each in rows])
-        a, b, c = np.linalg.lstsq(x, y, rcond=None)[0]
-        found[seed] = (float(a), float(b), float(c))
-        residuals.append(float(np.abs(x @ (a, b, c) - y).max()))
-        used += rows
-    if not found:
-        return None
-    largest = max(parameters for parameters, _ in used), max(each.per_parameter for _, each in used)
-    return DifferenceLaw(found, max(residuals), largest)
+def sealed(points: Sequence[Point], primary: Sequence[PrimaryConfig]) -> list[Point]:
+    """Return the points without those of declared comparisons that have not all of their seeds."""
+    waiting = [each for each in primary if len(decide(points, each).losses) < len(each.seeds)]
+    hidden = {(v, each.size, seed) for each in waiting for v in (each.one, each.other) for seed in each.seeds}
+    return [point for point in points if (point.variant, point.size, point.seed) not in hidden]
+
+
+def decide(points: Sequence[Point], declared: PrimaryConfig) -> Decision:
+    """Return a declared comparison of points: each of its seeds has one learning rate."""
+    sides = [
+        {p.seed: p.loss for p in chosen(points, variant=variant, size=declared.size, budget=declared.budget)}
+        for variant in (declared.one, declared.other)
+    ]
+    seeds = [seed for seed in declared.seeds if all(seed in side for side in sides)]
+    return Decision(declared, {seed: (sides[0][seed], sides[1][seed]) for seed in seeds})
 
 
 @dataclass(frozen=True)

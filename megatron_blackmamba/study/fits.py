@@ -1,90 +1,20 @@
-"""Laws fitted to a study's points: loss over compute, where two variants cross, and the best learning rate."""
+"""What follows from a study's points: differences, where their sign turns, and the best learning rate."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.study.config import RATE
 from megatron_blackmamba.study.points import Point, chosen, unique
 from megatron_blackmamba.study.results import half_interval
 
-LEAST_BUDGETS = {False: 3, True: 5}
-"""Budgets that a power law needs, without and with an offset."""
-OFFSETS = 400
 LARGEST = 3
 """Budgets that choose a learning rate."""
-MISFIT = 3.0
-"""A budget does not fit if its mean residual is this many standard errors over the seeds."""
-MISFIT_NATS = 0.01
-"""A smaller residual is no misfit, however well the seeds agree."""
-
-
-@dataclass(frozen=True)
-class Law:
-    """loss = offset + factor × FLOPs^-exponent."""
-
-    offset: float
-    factor: float
-    exponent: float
-
-    def at(self, spent: Sequence[float]) -> np.ndarray:
-        """Return the loss at training FLOPs."""
-        return self.offset + self.factor * np.asarray(spent, dtype=float) ** -self.exponent
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A law of one variant and size, and how well its points follow it."""
-
-    variant: str
-    size: str
-    law: Law
-    seeds: int
-    exponent_interval: float | None
-    """Half of the 95% interval of the exponent over fits of single seeds; None from one seed."""
-    residuals: dict[int, list[float]]
-    """By budget, loss less law of each seed."""
-
-    @property
-    def misfits(self) -> list[int]:
-        """Return the budgets whose points lie off the law by more than their seeds differ."""
-        return [budget for budget, values in self.residuals.items() if _is_off(values)]
-
-
-def _is_off(residuals: Sequence[float]) -> bool:
-    if len(residuals) < 2 or abs(statistics.fmean(residuals)) < MISFIT_NATS:
-        return False
-    return abs(statistics.fmean(residuals)) > MISFIT * statistics.stdev(residuals) / math.sqrt(len(residuals))
-
-
-def power_law(spent: Sequence[float], losses: Sequence[float], offset: bool) -> Law:
-    """Return the law with the least squares of log(loss - offset), of those with the least squares of the loss."""
-    x, y = np.log(np.asarray(spent)), np.asarray(losses)
-    tried = np.linspace(0, float(y.min()) * 0.999, OFFSETS) if offset else [0.0]
-    laws = []
-    for base in tried:
-        slope, height = np.polyfit(x, np.log(y - base), 1)
-        laws.append(Law(float(base), float(math.exp(height)), float(-slope)))
-    return min(laws, key=lambda law: float(np.sum((law.at(spent) - y) ** 2)))
-
-
-def fit(points: Sequence[Point], variant: str, size: str, offset: bool) -> Fit | None:
-    """Fit a variant at a size over all its seeds; None from too few budgets."""
-    some = chosen(points, variant=variant, size=size)
-    if len(unique(some, "budget")) < LEAST_BUDGETS[offset]:
-        return None
-    law = power_law([point.flops for point in some], [point.loss for point in some], offset)
-    exponents = []
-    for seed in unique(some, "seed"):
-        own = chosen(some, seed=seed)
-        if len(own) >= LEAST_BUDGETS[offset]:
-            exponents.append(power_law([p.flops for p in own], [p.loss for p in own], offset).exponent)
-    residuals: dict[int, list[float]] = {}
-    for point in some:
-        residuals.setdefault(point.budget, []).append(float(point.loss - law.at([point.flops])[0]))
-    return Fit(variant, size, law, len(unique(some, "seed")), half_interval(exponents), residuals)
 
 
 @dataclass(frozen=True)
@@ -121,27 +51,66 @@ def differences(points: Sequence[Point], one: str, other: str, size: str) -> lis
     return found
 
 
+NEXT_SIZE = ", next size"
+AS_MANY = 0.1
+"""Largest relative difference of parameters in all that counts as none."""
+
+
+def with_next_size(points: Sequence[Point]) -> list[Point]:
+    """Return the points, and dense models that have as many parameters as those with experts, at equal FLOPs.
+
+    These are of the next size. Their loss is interpolated over the logarithm of FLOPs, and never extrapolated.
+    """
+    found, experts = [*points], [p for p in points if p.parameters > p.active]
+    for variant, size, larger in itertools.product(*(unique(points, "variant"), *[unique(points, "size")] * 2)):
+        ours, dense = chosen(experts, size=size), chosen(points, variant=variant, size=larger)
+        if size == larger or not (ours and dense) or dense[0].parameters > dense[0].active:
+            continue
+        most = ours[0].parameters
+        if abs(dense[0].parameters / most - 1) > AS_MANY:
+            continue
+        for at in {(p.seed, p.budget): p for p in ours if p.parameters == most}.values():
+            curve = {p.flops: p.loss for p in chosen(dense, seed=at.seed)}
+            if curve and min(curve) <= at.flops <= max(curve):
+                loss = _interpolated(curve, at.flops)
+                tokens = round(at.flops * dense[0].tokens / dense[0].flops)
+                size_of: dict[str, Any] = {
+                    "parameters": dense[0].parameters,
+                    "active": dense[0].active,
+                    "tokens": tokens,
+                }
+                found.append(replace(at, variant=variant + NEXT_SIZE, loss=loss, router={}, **size_of))
+    return found
+
+
+def _interpolated(curve: Mapping[float, float], flops: float) -> float:
+    """Return the loss on the polynomial through the four nearest points: a straight line lies above a curve."""
+    near = sorted(curve, key=lambda each: abs(math.log(each / flops)))[:4]
+    x = [math.log(each / flops) for each in near]
+    return float(np.polyfit(x, [curve[each] for each in near], len(near) - 1)[-1])
+
+
 @dataclass(frozen=True)
 class Crossing:
-    """Tokens per parameter from which on one variant has the lower loss, at one size."""
+    """Tokens per parameter at which the sign of a difference turns for good, at one size."""
 
-    size: str
-    parameters: int
     by_seed: dict[int, float]
-    """Seed → tokens per parameter, of the seeds that cross."""
+    """Seed → tokens per parameter, of the seeds that turn as most do."""
+    better_after: bool
+    """Whether the first variant has the lower loss from there on; else up to there."""
     never: int
-    """Seeds whose difference is still positive at the largest budget."""
+    """Other seeds in which it has the higher loss at the largest budget."""
     always: int
-    """Seeds whose difference is negative at all budgets."""
+    """Other seeds in which it has the lower loss at the largest budget."""
 
     @property
     def mean(self) -> float:
-        """Return the geometric mean over the seeds that cross."""
+        """Return the geometric mean over the seeds that turn."""
         return math.exp(statistics.fmean(map(math.log, self.by_seed.values())))
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """Return the 95% interval of that mean; None unless two seeds cross, and all seeds do."""
+        """Return the 95% interval of that mean; None unless two seeds turn, and all seeds do."""
         half = half_interval([math.log(value) for value in self.by_seed.values()])
         if half is None or self.never or self.always:
             return None
@@ -150,42 +119,23 @@ class Crossing:
 
 def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossing | None:
     """Return where the last change of sign is, interpolated linearly over the logarithm of tokens."""
-    some = chosen(points, variant=one, size=size)
-    found, never, always = {}, 0, 0
-    for seed in unique(some, "seed"):
+    ends: dict[int, bool] = {}
+    turns: dict[int, float] = {}
+    for seed in unique(points, "seed"):
         own = differences([p for p in points if p.seed == seed], one, other, size)
         if not own:
             continue
-        if own[-1].mean > 0:
-            never += 1
-        elif before := [i for i, each in enumerate(own) if each.mean > 0]:
+        ends[seed] = own[-1].mean <= 0
+        if before := [i for i, each in enumerate(own) if (each.mean <= 0) != ends[seed]]:
             a, b = own[before[-1]], own[before[-1] + 1]
             part = a.mean / (a.mean - b.mean)
-            found[seed] = math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter))
-        else:
-            always += 1
-    if not (found or never or always):
+            turns[seed] = math.exp((1 - part) * math.log(a.per_parameter) + part * math.log(b.per_parameter))
+    if not ends:
         return None
-    return Crossing(size, some[0].parameters, found, never, always)
-
-
-@dataclass(frozen=True)
-class Slope:
-    """The exponent of a power law between two quantities, and half of its 95% interval over the seeds, if known."""
-
-    exponent: float
-    interval: float | None
-
-
-def crossing_over_sizes(crossings: Sequence[Crossing]) -> Slope | None:
-    """Return how the crossing grows with the parameters, from the seeds that cross at all of at least two sizes."""
-    seeds = set.intersection(*(set(each.by_seed) for each in crossings)) if len(crossings) > 1 else set()
-    x = np.log([each.parameters for each in crossings])
-    slopes = [float(np.polyfit(x, np.log([each.by_seed[seed] for each in crossings]), 1)[0]) for seed in seeds]
-    return Slope(statistics.fmean(slopes), half_interval(slopes)) if slopes else None
-
-
-RATE = "optimizer.learning_rate"
+    better = 2 * sum(ends[seed] for seed in turns or ends) >= len(turns or ends)
+    found = {seed: turn for seed, turn in turns.items() if ends[seed] == better}
+    rest = [end for seed, end in ends.items() if seed not in found]
+    return Crossing(found, better, rest.count(False), rest.count(True))
 
 
 @dataclass(frozen=True)
@@ -251,7 +201,7 @@ def best_rates(points: Sequence[Point]) -> dict[tuple[str, str], Best]:
     means = []
     for variant, size in dict.fromkeys((p.variant, p.size) for p in points):
         own = [p for p in chosen(points, variant=variant, size=size) if _value(p, RATE) and math.isfinite(p.loss)]
-        budgets = sorted(unique(own, "budget"))[-LARGEST:]
+        budgets = sorted(b for b in unique(own, "budget") if len(unique(chosen(own, budget=b), "rate")) > 1)[-LARGEST:]
         runs: dict[tuple[int, float], list[Point]] = {}
         for p in (p for p in own if p.budget in budgets):
             runs.setdefault((p.seed, p.rate), []).append(p)
@@ -269,13 +219,13 @@ def at_best_rates(points: Sequence[Point]) -> list[Point]:
     return [replace(p, changed={}) for p in points if _value(p, RATE) and best.get((p.variant, p.size)) == p.rate]
 
 
-def over_flops(best: Sequence[Best]) -> Slope | None:
-    """Return how the best value of a variant and size grows with FLOPs, from at least three budgets within the grid."""
+def over_flops(best: Sequence[Best]) -> float | None:
+    """Return the power of FLOPs that the best value follows, from at least three budgets within the grid."""
     inside = [each for each in best if not each.at_edge]
     if len(inside) < 3:
         return None
     x, y = np.log([each.flops for each in inside]), np.log([each.value for each in inside])
-    return Slope(float(np.polyfit(x, y, 1)[0]), None)
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def _vertex(tried: dict[float, float], lowest: float) -> tuple[float, float]:

@@ -32,3 +32,4 @@ class HowToRun:
         typer.Option(metavar="FILE", help="Points of another machine, which are not trained again; --page draws them."),
     ] = None
     page_only: Annotated[bool, typer.Option("--page", help="Only write the page about the finished runs.")] = False
+    tables: Annotated[bool, typer.Option("--tables", help="Also print the tables of the page in Markdown.")] = False

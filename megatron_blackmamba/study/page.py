@@ -1,5 +1,6 @@
 """The page of a study, and its table for terminals."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,6 +15,7 @@ from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.study import length
 from megatron_blackmamba.study.results import Group, Result, grouped, mean_of
 from megatron_blackmamba.study.runs import Study
+from megatron_blackmamba.study.table import Table
 
 COLUMNS = (
     "model", "size", "active parameters", "tokens", "FLOPs", "learning rate", "validation loss", "bits per byte",
@@ -29,8 +31,7 @@ def render(
     header = f"<h1>Study: {escape(study.name)}</h1><p>{escape(study.config.about)}</p>{_progress(len(results), total)}"
     sections = [
         _against(runs),
-        _table("Results", runs, "Means over the seeds, ± the 95% confidence interval of the mean."),
-        _differences(runs),
+        *(table.html() for table in tables(runs)),
         html.section("Validation loss over training", _curves(runs), "Each line is one seed."),
         _ablations(study, results),
         html.section("Expert balance by layer", _balance(runs), "Busiest expert over the mean; 1 is perfect balance."),
@@ -89,24 +90,21 @@ def _against(runs: Sequence[Group]) -> str:
     return html.section("Loss", drawn, "Bands are 95% confidence intervals over the seeds.")
 
 
-def _table(title: str, groups: Sequence[Group], words: str) -> str:
-    return f"<section><h2>{title}</h2><p>{escape(words)}</p>{html.table(COLUMNS, rows(groups))}</section>"
+def tables(runs: Sequence[Group]) -> list[Table]:
+    """Return the results, and the differences of all pairs of a size."""
+    words = "Means over the seeds, ± the 95% confidence interval of the mean."
+    return [Table("Results", words, COLUMNS, rows(runs)), _differences(runs)]
 
 
-def _differences(runs: Sequence[Group]) -> str:
-    """Compare the first variant with the others seed by seed, which leaves out what a seed does to all of them."""
+def _differences(runs: Sequence[Group]) -> Table:
+    """Compare variants seed by seed, which leaves out what a seed does to all of them."""
     cells = []
-    for other in runs:
-        first = next(group for group in runs if group.size == other.size)
-        values = first.differences(other, "validation")
-        if other is not first and values:
+    for one, other in itertools.combinations(runs, 2):
+        if one.size == other.size and (values := one.differences(other, "validation")):
             by_seed = ", ".join(f"{value:+.3f}" for value in values)
-            cells.append([f"{first.group} − {other.group}", other.size, mean_of(values, "+"), by_seed])
-    if not cells:
-        return ""
-    table = html.table(("models", "size", "difference", "of each seed"), cells)
+            cells.append([f"{one.group} − {other.group}", other.size, mean_of(values, "+"), by_seed])
     words = "Validation loss of the first model less that of the other, ± the 95% confidence interval of the mean."
-    return f"<section><h2>Differences by seed</h2><p>{words}</p>{table}</section>"
+    return Table("Differences by seed", words, ("models", "size", "difference", "of each seed"), cells)
 
 
 def _curves(runs: Sequence[Group]) -> list[str]:
@@ -132,7 +130,7 @@ def _ablations(study: Study, results: Sequence[Result]) -> str:
         return ""
     changed = {(ablation.of, ablation.size) for ablation in study.config.ablations.values()}
     base = [group for group in grouped(results, "run") if (group.group, group.size) in changed]
-    return _table("Ablations", [*base, *groups], "The unchanged model comes first.")
+    return Table("Ablations", "The unchanged model comes first.", COLUMNS, rows([*base, *groups])).html()
 
 
 def _balance(runs: Sequence[Group]) -> list[str]:

@@ -168,9 +168,10 @@ class Evidence:
 
     @classmethod
     def of(cls, study: Study, cells: Sequence[Cell], known: "Evidence | None" = None) -> "Evidence":
-        """Return what the runs in a study's folder say, after what is `known` from elsewhere."""
+        """Return the points of cells: those `known` from elsewhere, and those in the study's folder."""
         corpus, measured = read_json(study.corpus.record), generation.read(study.folder)
-        points = dict(known.by_key) if known else {}
+        keys = {_key(cell) for cell in cells}
+        points = {key: point for key, point in known.by_key.items() if key in keys} if known else {}
         points |= {point.key: point for point in _collected(cells, corpus)}
         theirs = {(one["group"], one["size"]): one for one in (*(known.generation if known else ()), *measured)}
         of_study = (study.name, study.config.about, study.config.first, len(cells), corpus)

@@ -4,10 +4,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.study.config import StudyError
 from megatron_blackmamba.study.runs import Cell
 
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -160,3 +164,11 @@ def grouped(results: Sequence[Result], kind: str) -> list[Group]:
 def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Return the results as JSON values."""
     return [asdict(result) for result in results]
+
+
+def read_results(path: Path) -> list[Result]:
+    """Return the results of a file that a study of whole runs wrote."""
+    try:
+        return TypeAdapter(list[Result]).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise StudyError(f"{path} cannot be read as the results of a study: {str(error).splitlines()[0]}") from None

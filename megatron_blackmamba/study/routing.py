@@ -18,7 +18,7 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.inference import Decoder, load
 from megatron_blackmamba.kinds import routes
 from megatron_blackmamba.kinds.experts import ExpertsDecoding
-from megatron_blackmamba.routers import RouterKind, Tokens
+from megatron_blackmamba.routers import RouterKind, Tokens, largest
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import ROUTING
 from megatron_blackmamba.study.runs import Cell, Study
@@ -37,6 +37,7 @@ MEANING = {
     "sources": "what the expert tells of the source: mutual information over the entropy of the source",
     "loss": "validation loss, experts chosen as in inference",
     "balanced": "validation loss, experts chosen as in training",
+    "plain": "validation loss, experts chosen by the largest logit, without the kept bias",
 }
 
 
@@ -44,8 +45,8 @@ MEANING = {
 class Watched(ExpertsDecoding):
     """Experts that note the logits, their own choice and the balanced one of each layer."""
 
-    balanced: bool = False
-    """Use the choice of training."""
+    rule: str = "loss"
+    """The key of `MEANING` whose rule chooses."""
     logits: list[Tensor] = field(default_factory=list)
     own: list[Tensor] = field(default_factory=list)
     trained: list[Tensor] = field(default_factory=list)
@@ -57,11 +58,12 @@ class Watched(ExpertsDecoding):
         if type(kind).choose is RouterKind.choose or not kind.every_token_gets_k:  # megatron-core chooses
             return own_TK
         self.trained.append(kind.choose(logits_TE, replace(at, groups={at.model.router.scope: None})))
-        return self.trained[-1] if self.balanced else own_TK
+        rules = {"balanced": self.trained[-1], "plain": largest(logits_TE, at.model.top_k)}
+        return rules.get(self.rule, own_TK)
 
 
 def measure(study: Study, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
-    """Look at each finished model of the first seed that has experts; once each, since its run does not change."""
+    """Look at each finished model with experts of `config.watched`; once each, since its run does not change."""
     for cell in cells:
         if _looked_at(study, cell) and cell.done and not _file(cell).exists():
             say(f"routing of {cell.name}")
@@ -71,7 +73,7 @@ def measure(study: Study, cells: Sequence[Cell], say: Callable[[str], None]) -> 
 
 
 def _looked_at(study: Study, cell: Cell) -> bool:
-    return cell.seed == study.config.seeds[0] and routes(cell.config.model.pattern)
+    return cell.seed in (study.config.watched or study.config.seeds[:1]) and routes(cell.config.model.pattern)
 
 
 def _file(cell: Cell) -> Path:
@@ -82,17 +84,20 @@ def _file(cell: Cell) -> Path:
 def look(decoder: Decoder, study: Study) -> Found:
     """Return the numbers of `MEANING`, means over the layers where nothing else is said.
 
-    A router that chooses in training as in inference has no balanced choice, and nothing that is said of it.
+    A router that chooses in training as in inference has no other rule, and nothing that is said of it.
     """
     windows, sources_T = _windows(study)
-    loss, layers = _pass(decoder, windows, balanced=False)
+    loss, layers = _pass(decoder, windows, "loss")
     agreed = [(seen.own == seen.trained).all(1).float().mean().item() for seen in layers if seen.trained is not None]
-    balanced = {"own": statistics.fmean(agreed), "balanced": _pass(decoder, windows, True)[0]} if agreed else {}
+    others = {}
+    if agreed:
+        others = {rule: _pass(decoder, windows, rule)[0] for rule in ("balanced", "plain")}
+        others["own"] = statistics.fmean(agreed)
     probabilities = [seen.logits.softmax(-1) for seen in layers]
     entropies = [torch.special.entr(p_TE).sum(-1).mean().item() / math.log(p_TE.shape[1]) for p_TE in probabilities]
     loads = [torch.bincount(seen.own.flatten(), minlength=seen.logits.shape[1]).float() for seen in layers]
     return {
-        **balanced,
+        **others,
         "entropy": statistics.fmean(entropies),
         "spread": statistics.fmean(seen.logits.std(-1).mean().item() for seen in layers),
         "busiest": max((load_E.max() / load_E.mean()).item() for load_E in loads),
@@ -110,9 +115,9 @@ class Seen:
     trained: Tensor | None
 
 
-def _pass(decoder: Decoder, windows: Sequence[Tensor], balanced: bool) -> tuple[float, list[Seen]]:
+def _pass(decoder: Decoder, windows: Sequence[Tensor], rule: str) -> tuple[float, list[Seen]]:
     """Read the windows; return the mean loss, and what each layer with experts did."""
-    before, watched = decoder.how, [Watched(balanced) if how.routes else how for how in decoder.how]
+    before, watched = decoder.how, [Watched(rule) if how.routes else how for how in decoder.how]
     decoder.how = watched
     losses = []
     for tokens_BL in windows:

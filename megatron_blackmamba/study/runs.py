@@ -3,8 +3,8 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import flops
-from megatron_blackmamba.study.config import BRANCH, Keys, StudyConfig, as_overrides
+from megatron_blackmamba.study.config import BRANCH, RATE, Keys, StudyConfig, as_overrides
 from megatron_blackmamba.study.corpus import Corpus
 
 
@@ -39,6 +39,8 @@ class Cell:
     """Tokens of the study's first variant for the same FLOPs."""
     changed: tuple[tuple[str, Any], ...] = ()
     """Keys of a grid and their values."""
+    waits: bool = False
+    """Whether its learning rate is not chosen yet."""
 
     @property
     def chain(self) -> str:
@@ -78,6 +80,8 @@ class Study:
     name: str
     config: StudyConfig
     folder: Path
+    best: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """The learning rates of variants and sizes for series with `best_rate`, as far as they are chosen."""
 
     @property
     def corpus(self) -> Corpus:
@@ -137,9 +141,13 @@ class Study:
             for size, seed, changed, variant in order:
                 if size not in self.config.variants[variant]:
                     continue
+                rate, best = dict(rates)[variant], self.best.get((variant, size))
+                if series.best_rate and best not in (None, rate):
+                    changed = (*changed, (RATE, best))
                 for budget in self.config.tokens[size][: series.budgets]:
                     if (point := (variant, size, seed, changed, budget)) not in known:
-                        known[point] = self._branch(*point, dict(rates)[variant])
+                        cell = self._branch(*point, rate)
+                        known[point] = replace(cell, waits=series.best_rate and best is None)
         return tuple(known.values())
 
     def _branch(
@@ -149,7 +157,7 @@ class Study:
         whole = {key: value for key, value in changed if not key.startswith(BRANCH)}
         after = {key.removeprefix(BRANCH): value for key, value in changed if key.startswith(BRANCH)}
         stem = f"{variant}-{size}-seed{seed}" + self._named(whole)
-        rate = whole.get("optimizer.learning_rate", rate)
+        rate = whole.get(RATE, rate)
         keys = {**self._keys(f"trunk-{stem}", seed, rate), **whole}
         tokens, most = (self._tokens(variant, size, each, whole) for each in (budget, self.config.tokens[size][-1]))
         _, step = self._cost(variant, size, tuple(whole.items()))
@@ -187,7 +195,7 @@ class Study:
             "data.mixture": str(self.corpus.mixture.resolve()),
             "training.seed": seed,
             "data.seed": seed,
-            "optimizer.learning_rate": rate,
+            RATE: rate,
             "optimizer.min_learning_rate": rate / 20,
         }
 

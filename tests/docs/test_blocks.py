@@ -52,7 +52,11 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
     ),
     "a network": (
         *("git clone ", "make ", "pip install ", "curl ", "apt-get ", "lm_eval "),
-        *("blackmamba import zyphra ", "blackmamba evaluate BlackMamba-1.5B "),
+        *(
+            "blackmamba import zyphra ",
+            "blackmamba evaluate BlackMamba-1.5B ",
+            "blackmamba keep-bias exports/released ",
+        ),
         *("blackmamba export hf runs/quickstart/quickstart", "python -m megatron_blackmamba.evaluation "),
         ".venv/bin/blackmamba study trend_gpu ",
     ),

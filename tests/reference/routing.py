@@ -49,10 +49,12 @@ def weights(logits_TE: np.ndarray, chosen_TE: np.ndarray, scores: str, normalize
     return found / found.sum(1, keepdims=True) if normalized else found
 
 
-def auxiliary_loss(logits_TE: np.ndarray, chosen_TE: np.ndarray, coefficient: float) -> float:
+def auxiliary_loss(logits_TE: np.ndarray, chosen_TE: np.ndarray, coefficient: float, scores: str = "softmax") -> float:
     """Return Switch's: E times the sum over experts of its share of the choices times its mean probability."""
     tokens, experts = logits_TE.shape
-    probability = softmax(logits_TE)
+    probability = (
+        softmax(logits_TE) if scores == "softmax" else weights(logits_TE, np.ones_like(chosen_TE), scores, True)
+    )
     loss = 0.0
     for e in range(experts):
         loss += chosen_TE[:, e].sum() / chosen_TE.sum() * probability[:, e].sum() / tokens

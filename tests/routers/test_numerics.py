@@ -15,6 +15,9 @@ CASES = {
     "sinkhorn": (1, "sigmoid", False),
     "sinkhorn_2": (2, "sigmoid", False),
     "sinkhorn_bias": (1, "sigmoid", False),
+    "sinkhorn_crossed": (1, "softmax", False),
+    "softmax_crossed": (1, "sigmoid", False),
+    "softmax_crossed_2": (2, "sigmoid", True),
     "softmax": (1, "softmax", False),
     "softmax_2": (2, "softmax", False),
     "expert_bias": (1, "sigmoid", False),
@@ -25,7 +28,7 @@ CASES = {
 
 
 def kind_of(name):
-    return name.rstrip("_123")
+    return name.rstrip("_123").removesuffix("_crossed")
 
 
 @pytest.fixture(params=CASES)
@@ -33,6 +36,7 @@ def case(request, build):
     top_k, *how = CASES[request.param]
     kind = kind_of(request.param)
     settings = [f"model.router.aux_loss={RATE}"] if kind == "softmax" else []
+    settings += [f"model.router.gate={how[0]}"] if "crossed" in request.param else []
     router = build(
         "model.pattern=E", "training.precision=fp64", f"model.router.kind={kind}", f"model.top_k={top_k}", *settings
     )
@@ -82,7 +86,7 @@ def test_gradients_match_central_differences(case):
 
     def loss(logits_TE):
         total = float((routing.weights(logits_TE, chosen_TE, *how) * pull_TE).sum())
-        return total + (routing.auxiliary_loss(logits_TE, chosen_TE, RATE) if kind == "softmax" else 0.0)
+        return total + (routing.auxiliary_loss(logits_TE, chosen_TE, RATE, how[0]) if kind == "softmax" else 0.0)
 
     gradient_TE = routing.gradient(loss, logits_TE)
     hidden_TD = hidden_SBD.detach().flatten(0, 1).numpy()

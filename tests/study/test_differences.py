@@ -1,4 +1,4 @@
-"""Conclusions from differences: tests allow for their number, and laws are found where they are."""
+"""Conclusions from differences: tests allow for their number, and nothing is extrapolated."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import differences, evidence, evidence_picture, evidence_why, fits
+from megatron_blackmamba.study import differences, evidence, evidence_picture, fits, tables
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.routing import MEANING
 from tests.pages import check_page
@@ -67,21 +67,37 @@ def test_many_tests_need_smaller_p_values():
 
 
 def test_only_large_budgets_and_three_seeds_are_tested(points):
-    test, *others = differences.comparisons(points, "experts")
+    pairs = [("experts", other, size) for other in ("dense", "other") for size in SIZES]
+    test, *others = differences.comparisons(points, pairs)
     large = [law(ratio, 1000, 2) for ratio in RATIOS if ratio >= 10]
-    assert (test.other, test.size) == ("dense", "xs") and test.mean == pytest.approx(np.mean(large))
+    assert (test.other, test.size) == ("dense", "xs") and test.by_seed[2] == pytest.approx(np.mean(large))
     assert [other.adjusted >= other.p for other in others] == [True] * 3
-    assert differences.comparisons([p for p in points if p.seed < 3], "experts") == []
+    assert differences.comparisons([p for p in points if p.seed < 3], pairs) == []
 
 
-def test_law_of_the_difference_is_found_and_extrapolated(points):
-    found = differences.difference_law(points, "experts", "dense")
-    assert found.residual < 1e-9 and found.largest == (8_000, 48)
-    mean, half = found.at(1e9, 100)
-    assert mean == pytest.approx(law(100, 1e9, 2)) and half == pytest.approx(0.01 * 4.303 / math.sqrt(3), rel=1e-3)
-    turn, _ = found.crossing(8_000)
-    assert law(math.exp(turn), 8_000, 2) == pytest.approx(0, abs=1e-9)
-    assert differences.difference_law([p for p in points if p.size == "s"], "experts", "dense") is None
+def next_size(ratio):
+    """Return a loss that a parabola over the logarithm of FLOPs describes, as the curves of models nearly are."""
+    return 5 - 0.5 * math.log(ratio) + 0.03 * math.log(ratio) ** 2
+
+
+def test_dense_models_of_the_next_size_are_interpolated_at_equal_flops(points):
+    """The dense model of size s has as many parameters as the one with experts of size xs, and other budgets."""
+    dense = [
+        replace(p, parameters=1_000, active=1_000, flops=p.flops / 20, loss=next_size(p.flops / 2e9) + p.seed)
+        for p in points
+        if (p.variant, p.size) == ("dense", "s")
+    ]
+    some = [p for p in points if (p.variant, p.size) != ("dense", "s")] + dense
+    added = fits.with_next_size(some)[len(some) :]
+    low = min(p.flops for p in dense)
+    ours = {(p.seed, p.budget): p for p in points if (p.variant, p.size) == ("experts", "xs")}
+    assert {(p.seed, p.budget) for p in added} == {key for key, p in ours.items() if p.flops >= low} != set()
+    for p in added:
+        assert (p.variant, p.size, p.flops) == ("dense, next size", "xs", ours[p.seed, p.budget].flops)
+        assert p.loss == pytest.approx(next_size(p.flops / 1e8) + p.seed, abs=1e-6)
+        assert p.tokens == pytest.approx(p.flops / (6.0 * 8_000 / 20), abs=1)
+    larger = [replace(p, parameters=1_200, active=1_200) if p in dense else p for p in some]
+    assert fits.with_next_size(larger) == larger  # a fifth more parameters is not as many
 
 
 def test_equal_losses_are_interpolated_and_never_extrapolated(points):
@@ -99,25 +115,21 @@ def test_a_curve_that_ends_above_the_loss_gives_a_bound(points):
     shorter = [replace(p, loss=p.loss + 1) if (p.variant, p.seed) == ("dense", 3) else p for p in shorter]
     found = differences.equal_losses(shorter, "experts", "dense", "xs")[0]
     assert found.bounds == {3} and found.by_seed[3] == pytest.approx(12 / found.difference.per_parameter)
-    assert f"3: &gt; {found.by_seed[3]:.2f}" in evidence_why.equal_losses(shorter, "experts")
+    assert f"3: &gt; {found.by_seed[3]:.2f}" in tables.equal_losses(shorter, ["experts"]).html()
 
 
-def test_picture_has_models_without_experts_and_other_routers(points, tmp_path):
-    assert evidence_picture.kinds_of_others(points, "experts") == (["dense"], ["other"])
-    found = Evidence("x", "y", "experts", 90, {}, tuple(points))
-    path = evidence_picture.write_picture(found, tmp_path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_picture_leaves_out_what_has_no_points(points, tmp_path):
-    def drawn(*variants):
+def test_picture_has_experts_and_dense_models(points, tmp_path):
+    def drawn(names, *variants):
         some = tuple(p for p in points if p.variant in variants)
-        return evidence_picture.write_picture(Evidence("x", "y", "experts", 90, {}, some), tmp_path)
+        return evidence_picture.write_picture(Evidence("x", "y", "experts", 90, {}, some), names, tmp_path)
 
-    both, width = drawn("experts", "dense", "other"), 16
-    sizes = {both.read_bytes()[width : width + 4], drawn("experts", "dense").read_bytes()[width : width + 4]}
-    assert len(sizes) == 2  # one side is narrower than two
-    assert drawn("experts") is None and drawn() is None
+    dense_like = [replace(p, flops=1.01 * p.flops) if p.variant == "dense" else p for p in points]
+    assert evidence_picture._shown(Evidence("x", "y", "experts", 90, {}, tuple(dense_like))) == ["experts", "dense"]
+    path = drawn({}, "experts", "dense", "other")
+    whole = path.read_bytes()
+    assert path.name == "x.png" and whole.startswith(b"\x89PNG")
+    assert drawn({"experts": "a", "other": "b", "dense": "c"}, "experts", "dense", "other").read_bytes() != whole
+    assert drawn({}, "experts", "other") is None and drawn({}, "experts") is None and drawn({}) is None
 
 
 def test_page_shows_why(points):
@@ -127,15 +139,33 @@ def test_page_shows_why(points):
     found = Evidence("x", "y", "experts", 90, {}, tuple(points), generation)
     page = evidence.render(found)
     check_page(page)
-    for title in ("Tests", "Equal losses", "Law of the difference", "Routers", "Generation"):
+    for title in ("Turns", "Tests", "Equal losses", "Routers", "Generation"):
         assert f"<h2>{title}</h2>" in page
-    assert any("extrapolated to 2.8B parameters" in line for line in evidence.summary(found))
     higher = [
         replace(p, rate=8e-3, changed={fits.RATE: 8e-3}, loss=p.loss - 0.1 * (p.variant == "dense")) for p in points
     ]
     both = replace(found, points=(*points, *higher))
-    said = [line for line in evidence.summary(both) if line.startswith("experts − dense") and "the law" in line]
-    tuned, law = (line.partition(":")[0] for line in said)
-    assert (tuned, law) == ("experts − dense, each at its best learning rate", "experts − dense")
-    assert "<h2>Law of the difference, each at its best learning rate</h2>" in evidence.render(both)
-    assert evidence_why.routers([]) == ""
+    assert "<h2>Tests, each at its best learning rate</h2>" in evidence.render(both)
+    said = [line.partition(":")[0] for line in evidence.summary(both) if line.startswith("experts − dense, size xs")]
+    assert said == ["experts − dense, size xs, each at its best learning rate", "experts − dense, size xs"]
+    assert tables.routers([]).html() == ""
+
+
+def test_tables_are_markdown_with_minus_signs(points):
+    found = Evidence("x", "y", "experts", 90, {}, tuple(points))
+    text = tables.compared(found.plain, "experts").markdown()
+    title, header = text.splitlines()[0], text.splitlines()[4]
+    assert title == "### Differences of experts"
+    assert header == "| size | budget | FLOPs | tokens per parameter | seeds | experts | − dense | − other |"
+    row = next(line for line in text.splitlines() if line.startswith("| s | 384k |"))
+    mean, half = law(48, 8_000, 2), 0.01 * 4.303 / math.sqrt(3)
+    assert f"| −{-mean:.3f} ± {half:.3f} | +0.020 ± 0.000 |" in row and "| -0" not in text
+
+
+def test_rules_of_inference_are_compared_on_the_same_weights(points):
+    seen = [{"loss": 3.0 + seed, "balanced": 3.1 + seed, "plain": 3.05 + seed + 0.01 * seed} for seed in (1, 2, 3)]
+    some = [
+        replace(p, router=seen[p.seed - 1]) for p in points if (p.variant, p.size, p.budget) == ("experts", "xs", 3000)
+    ]
+    (row,) = tables.rules(some).rows
+    assert row == ["experts", "xs", "3k", "3", "+0.070 ± 0.025", "-0.030 ± 0.025"]

@@ -12,18 +12,19 @@ from megatron_blackmamba.study.routing import Watched, information
 @pytest.mark.parametrize(
     ("kind", "differs"), [("sinkhorn", True), ("sinkhorn_bias", True), ("quantile", False), ("softmax", False)]
 )
-@pytest.mark.parametrize("balanced", [True, False])
-def test_choice_of_training_is_told_from_a_tokens_own(kind, differs, balanced):
+@pytest.mark.parametrize("rule", ["balanced", "loss", "plain"])
+def test_choice_of_training_is_told_from_a_tokens_own(kind, differs, rule):
     model = load("tiny", [f"model.router.kind={kind}"]).model
     liked_E = torch.linspace(-1, 1, model.experts)
     logits_TE = torch.randn(512, model.experts, generator=torch.Generator().manual_seed(0)) + liked_E
-    watched = Watched(balanced)
-    at = Tokens(model, bias_E=torch.zeros(model.experts))
+    watched = Watched(rule)
+    at = Tokens(model, bias_E=-liked_E / 2)
     chosen_TK = watched.choose(routers.kind_of(kind), logits_TE, at)
     (own_TK,), (trained_TK,) = watched.own, watched.trained or watched.own
     assert bool(watched.trained) == (kind != "softmax")  # which has no other choice in training
     assert (own_TK != trained_TK).any() == differs
-    assert torch.equal(chosen_TK, trained_TK if balanced else own_TK)
+    expected = {"balanced": trained_TK, "loss": own_TK, "plain": logits_TE.argmax(1, keepdim=True)}
+    assert torch.equal(chosen_TK, expected[rule]) and (kind != "sinkhorn_bias" or own_TK.ne(expected["plain"]).any())
 
 
 def test_information_is_one_where_experts_tell_the_source():

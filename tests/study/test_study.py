@@ -196,7 +196,9 @@ def test_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
 
 
 def test_wrong_studies_are_one_line(tmp_path):
-    with pytest.raises(StudyError, match="no study 'papre': name a file, or one of length, mixers, paper, smoke"):
+    with pytest.raises(
+        StudyError, match="no study 'papre': name a file, or one of confirm, length, mixers, paper, smoke"
+    ):
         read_study("papre")
     file = tmp_path / "mine.yaml"
     smoke = read_study("smoke").model_dump()

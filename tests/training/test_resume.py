@@ -78,6 +78,7 @@ RULES = {
         ),
         *(
             "model.router.bias",
+            "model.router.gate",
             "model.router.normalize",
             "model.router.scale",
             "model.mamba2.heads",

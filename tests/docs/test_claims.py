@@ -1,0 +1,113 @@
+"""Every figure that a page claims of a study is printed by the command that it names, from the committed points."""
+
+import contextlib
+import io
+import re
+import statistics
+
+import pytest
+
+from megatron_blackmamba.study.commands import open_study, run
+from megatron_blackmamba.study.options import HowToRun
+from megatron_blackmamba.study.results import half_interval
+from tests.docs.session import ROOT
+
+DOCS = ROOT / "docs"
+POINTS = {
+    "trend": "trend",
+    "trend_first": "trend",
+    "trend_gpu": "trend_gpu",
+    "confirm": "confirm",
+    "mixers": "mixers",
+}
+"""File of points → its study."""
+SOURCES = {
+    "README.md": ["trend"],
+    "trend.md": ["trend", "trend_first"],
+    "trend_gpu.md": ["trend_gpu"],
+    "trend_router.md": ["trend"],
+    "confirm.md": ["trend", "confirm"],
+    "study.md": ["mixers"],
+}
+FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?: ± \d+\.\d+)?(?![\w.]|MB)")
+"""A number with decimals, with its interval; none that is a size or a version."""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Return a function from the name of a file of points to what its command prints."""
+    known = {}
+
+    def look(name):
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name)
+            how = HowToRun(points=DOCS / "studies" / f"{name}.json", page_only=True, tables=True)
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                assert run(open_study(POINTS[name], folder), how)
+            known[name] = said.getvalue()
+        return known[name]
+
+    return look
+
+
+def claims(page):
+    """Return the part of a page that claims something of a study, without code."""
+    text = ((ROOT if page == "README.md" else DOCS) / page).read_text()
+    if page == "README.md":
+        text = text.split("## Result\n")[1].split("\n## ")[0]
+    if page == "study.md":
+        text = text.split("## Mamba, Mamba-2 and Mamba-3\n")[1]
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", SOURCES)
+def test_figures_of_a_page_are_printed(page, printed):
+    said = "\n".join(printed(name) for name in SOURCES[page])
+    known = {each for figure in FIGURE.findall(said) for each in (figure, figure.partition(" ±")[0])}
+    assert sorted(set(FIGURE.findall(claims(page))) - known) == []
+
+
+@pytest.mark.parametrize("page", ["trend.md", "trend_gpu.md", "trend_router.md"])
+def test_rows_of_a_page_are_printed_whole(page, printed):
+    said = {line for name in SOURCES[page] for line in printed(name).splitlines()}
+    rows = [line for line in (DOCS / page).read_text().splitlines() if line.startswith("|") and FIGURE.search(line)]
+    assert len(rows) > 10 and [row for row in rows if row not in said] == []
+
+
+@pytest.mark.parametrize("page", [page for page in SOURCES if page != "README.md"])
+def test_pages_name_the_command_that_prints(page):
+    text = (DOCS / page).read_text()
+    for name in SOURCES[page]:
+        assert (
+            page == "confirm.md" or f"blackmamba study {POINTS[name]} --page --points docs/studies/{name}.json" in text
+        )
+
+
+def test_state_of_the_confirmation_is_that_of_its_points(printed):
+    """The page says how many points there are, and what the declared comparisons say of them."""
+    first, *said = [
+        line for line in printed("confirm").splitlines() if "points are finished" in line or "Declared" in line
+    ]
+    page = " ".join((DOCS / "confirm.md").read_text().split())
+    assert first.partition(" planned")[0] in page
+    assert len(said) == 2 and all(line.removeprefix("Declared: ") in page for line in said)
+
+
+def seeds_of(cell):
+    return [float(value.replace("−", "-")) for value in re.findall(r"[−+]?\d+\.\d+", cell)]
+
+
+def test_differences_of_the_earlier_study_follow_from_its_losses():
+    """Its results were not kept, so the page's two tables must agree with each other."""
+    text = (DOCS / "study.md").read_text()
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("|")]
+    losses = {(r[0], r[1]): seeds_of(r[6])[1:] for r in rows if r[0] in ("small", "large") and len(r) == 9}
+    assert len(losses) == 8
+    pairs = [r for r in rows if " − " in r[0] and len(r) == 5]
+    assert len(pairs) == 4
+    for names, *cells in pairs:
+        one, other = names.split(" − ")
+        for size, by_seed, mean in (("small", *cells[:2]), ("large", *cells[2:])):
+            found = [a - b for a, b in zip(losses[size, one], losses[size, other], strict=True)]
+            assert seeds_of(by_seed) == pytest.approx(found, abs=0.0011)
+            assert seeds_of(mean) == pytest.approx([statistics.fmean(found), half_interval(found)], abs=0.011)
