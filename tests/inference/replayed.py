@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -12,7 +13,7 @@ from megatron_blackmamba.inference import captured
 class Replayed(captured.Graph):
     """A step that is computed on every replay. Its warm-up leaves garbage in the state, as that of a graph does."""
 
-    living = Counter()
+    living: ClassVar = Counter()
     """Graphs in each memory pool. PyTorch refuses a pool without one."""
 
     def __init__(self, decoder, state, pool):
