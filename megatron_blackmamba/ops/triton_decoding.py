@@ -61,7 +61,7 @@ SEVERAL = {
 }  # fmt: skip
 """Up to 128 sequences."""
 MANY = {
-    "in": Tiling(64, 64, 4, 64), "out": Tiling(64, 64, 4, 64),
+    "in": Tiling(64, 64, 8, 64, 3), "out": Tiling(64, 64, 4, 64),
     "gated": Tiling(64, 64, 4, 32), "head": Tiling(128, 64, 8, 128),
 }  # fmt: skip
 
