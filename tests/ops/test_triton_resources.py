@@ -80,6 +80,27 @@ def test_decoding_loads_everything_before_it_overwrites(kernels, operation):
         assert stored_unordered(kernel.ttgir) <= own, kernel.name  # each thread adds to the elements that it stores
 
 
+WEIGHTS = {
+    *("in_proj", "conv_IK", "conv_bias_I", "x_proj", "dt_proj", "dt_bias_I", "A_IN", "D_I", "weight", "norm_D"),
+    *("router_ED", "router_bias_E", "choice_bias_E", "fc1_EGD"),
+}
+
+
+def test_overlapping_kernels_wait_before_they_use_activations(monkeypatch):
+    from megatron_blackmamba.ops import triton_decoding
+
+    monkeypatch.setattr(triton_decoding.Launch, "__init__", lambda self, *_, **__: setattr(self, "overlap", True))
+    for kernel in kernels_of(OPERATIONS["decoding, one"], 90):
+        early, waits, _ = kernel.ttgir.partition("griddepcontrol.wait")
+        assert waits and "tt.store" not in early, kernel.name
+        origin = {}
+        for line in early.splitlines():
+            if pointer := POINTER.search(line):
+                origin[pointer[1]] = origin.get(pointer[2], pointer[2])
+            elif access := ACCESS.search(line):
+                assert origin.get(access[3], access[3])[1:] in WEIGHTS, f"{kernel.name}: {line}"
+
+
 def by_name(kernels):
     return {kernel.name: kernel for kernel in kernels["selective_scan"]}
 
