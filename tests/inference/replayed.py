@@ -1,5 +1,6 @@
 """CUDA graphs as they behave, without a GPU: fixed tensors that a replay reads and writes."""
 
+import weakref
 from collections import Counter
 from contextlib import contextmanager
 from typing import ClassVar
@@ -20,6 +21,7 @@ class Replayed(captured.Graph):
         assert pool is None or self.living[pool], "the pool of graphs that no longer live"
         self.of_pool = object() if pool is None else pool
         self.living[self.of_pool] += 1
+        weakref.finalize(self, self.living.subtract, [self.of_pool])
         self.decoder, self.state = decoder, state
         self.tokens_B = torch.zeros_like(state.last_B)
         self.logits_BV = decoder.step(state, self.tokens_B).clone()
@@ -35,9 +37,6 @@ class Replayed(captured.Graph):
 
     def pool(self):
         return self.of_pool
-
-    def __del__(self):
-        self.living[self.of_pool] -= 1
 
 
 @contextmanager
