@@ -7,7 +7,7 @@ reads its weights from memory, as in a step. Its time includes what its launch c
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -102,21 +102,28 @@ def _names(decoder: Decoder, rows: int) -> dict[str, int]:
 
 
 @contextmanager
-def _only(name: str | None) -> Iterator[None]:
-    launch = Launch.__call__
+def _only(name: str | None, decoder: Decoder, rows: int) -> Iterator[None]:
+    """Launch one kind of kernel alone, with evenly chosen experts, or all as they are."""
+    launch, device = Launch.__call__, decoder.weights.device
+    generator = torch.Generator(device=device).manual_seed(0)
+    expert_B = torch.randint(decoder.config.experts or 1, (rows,), device=device, generator=generator).int()
 
     def selected(self: Launch, kernel: Any, *arguments: Any, **constants: Any) -> None:
-        if name is None or _label(kernel, constants) == name:
+        if _label(kernel, constants) == name:
+            arguments = tuple(
+                expert_B if isinstance(each, torch.Tensor) and (each.dtype, each.dim()) == (torch.int32, 1) else each
+                for each in arguments
+            )
             launch(self, kernel, *arguments, **constants)
 
-    with mock.patch.object(Launch, "__call__", selected):
+    with nullcontext() if name is None else mock.patch.object(Launch, "__call__", selected):
         yield
 
 
 def _ms(decoder: Decoder, rows: int, name: str | None = None) -> float:
     """Return the median time of a captured step, or of one kind of its kernels."""
     state = decoder.start(rows)
-    with _only(name):
+    with _only(name, decoder, rows):
         if name is not None:
             with mock.patch.object(Decoder, "logits_of_stream", _without_norm):
                 graph = Graph(decoder, state, None)

@@ -1,12 +1,12 @@
 """Generation on one GPU: time per step and per prompt, beside the time that the memory takes.
 
-    python -m benchmarks.gpu_generation [MODEL] [--rows 1 8 64 256] [--prompt 2048] [--repeats 60] [--json FILE]
+    python -m benchmarks.gpu_generation [MODEL] [--rows 1 8 64 256] [--prompt 2048] [--repeats 30] [--json FILE]
     python -m benchmarks.gpu_generation --launches     # needs no GPU: kernels and modelled time of a step
     python -m benchmarks.gpu_generation --kernels 1 8  # the time of each kernel alone
 
 A step generates the likeliest token for each row, in bf16 and captured as a CUDA graph. Steps of each layer's own
 operations and of the fused kernels take turns. The limit is the time for the weights that a step reads, its states and
-its logits, at the measured copy bandwidth. Prompts of all rows are read in parallel, if they have at most 131,072
+its logits, at the measured copy bandwidth. Prompts of all rows are read in parallel, if they have at most 16,384
 tokens together. Weights are random, so that rows choose experts evenly. Without a GPU there is no limit.
 """
 
@@ -29,7 +29,7 @@ from megatron_blackmamba.inference.captured import likeliest, stepper
 from megatron_blackmamba.inference.weights import pack
 
 WARM_UP = 3
-MOST_PROMPT_TOKENS = 2**17
+MOST_PROMPT_TOKENS = 2**14
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="blackmamba_1.5b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--prompt", type=int, default=2048, metavar="TOKENS", help="0: measure no prompts")
-    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--launches", action="store_true", help="count the kernels of a step, without a GPU")
     parser.add_argument("--kernels", type=int, nargs="+", metavar="ROWS", help="time every kernel alone")
@@ -63,26 +63,22 @@ def main() -> None:
     rows = []
     for number in options.rows:
         limit_ms = None if machine is None else bytes_a_step(decoders["fused"], number) / machine.bytes_a_ms
-        rows.append(measure(decoders, number, limit_ms, options.prompt, options.repeats))
+        rows.append(measure(decoders, number, limit_ms, options.repeats))
         print(json.dumps(rows[-1]), flush=True)
-    print(_common.table(rows))
+    print(_common.table(rows), flush=True)
+    for row in rows:
+        if options.prompt and row["rows"] * options.prompt <= MOST_PROMPT_TOKENS:
+            row |= read(decoders["fused"], row["rows"], options.prompt)
+            print(json.dumps(row), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"machine": described, "rows": rows}, indent=1))
 
 
-def measure(
-    decoders: dict[str, Decoder], rows: int, limit_ms: float | None, prompt: int, repeats: int
-) -> dict[str, Any]:
-    """Return a row of the table: steps of some sequences at once, and their prompts."""
-    fused = decoders["fused"]
+def measure(decoders: dict[str, Decoder], rows: int, limit_ms: float | None, repeats: int) -> dict[str, Any]:
+    """Return a row of the table: steps of some sequences at once."""
     steps = {name: greedy(decoder, rows) for name, decoder in decoders.items()}
     taken = [clocked(*steps.values()) for _ in range(WARM_UP + repeats)][WARM_UP:]
     layers_ms, fused_ms = (statistics.median(times) for times in zip(*taken, strict=True))
-    prompt_ms = None
-    if prompt and rows * prompt <= MOST_PROMPT_TOKENS:
-        tokens = torch.randint(fused.config.vocab_size, (rows, prompt), device=fused.weights.device)
-        reads = [clocked(lambda: fused.read(fused.start(rows), tokens))[0] for _ in range(2 + max(1, repeats // 20))]
-        prompt_ms = statistics.median(reads[2:])
     return {
         "rows": rows,
         "layers ms": layers_ms,
@@ -90,9 +86,15 @@ def measure(
         "limit ms": limit_ms,
         "of the limit": None if limit_ms is None else f"{limit_ms / fused_ms:.0%}",
         "tokens/s": 1e3 * rows / fused_ms,
-        "prompt ms": prompt_ms,
-        "prompt tokens/s": None if prompt_ms is None else 1e3 * rows * prompt / prompt_ms,
     }
+
+
+def read(decoder: Decoder, rows: int, prompt: int) -> dict[str, float]:
+    """Return the time of reading one prompt a row."""
+    tokens = torch.randint(decoder.config.vocab_size, (rows, prompt), device=decoder.weights.device)
+    reads = [clocked(lambda: decoder.read(decoder.start(rows), tokens))[0] for _ in range(2 * WARM_UP)][WARM_UP:]
+    prompt_ms = statistics.median(reads)
+    return {"prompt ms": prompt_ms, "prompt tokens/s": 1e3 * rows * prompt / prompt_ms}
 
 
 def greedy(decoder: Decoder, rows: int) -> Callable[[], Any]:

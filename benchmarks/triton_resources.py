@@ -53,6 +53,8 @@ class Kernel:
     spilled_bytes: int
     shared_bytes: int
     cubin: bytes = field(repr=False)
+    ttgir: str = field(repr=False)
+    """Triton's last representation whose operations are those of whole tiles."""
 
     @cached_property
     def loop(self) -> Loop:
@@ -60,7 +62,7 @@ class Kernel:
         return _loop(disassembled(self))
 
     def as_json(self) -> dict[str, object]:
-        known = {name: value for name, value in vars(self).items() if name not in ("cubin", "loop")}
+        known = {name: value for name, value in vars(self).items() if name not in ("cubin", "ttgir", "loop")}
         return known | {"loop": asdict(self.loop)}
 
 
@@ -132,6 +134,7 @@ def _read(name: str, constants: dict[str, int | str], compiled, arch: int) -> Ke
         int(stack),
         compiled.metadata.shared,
         compiled.asm["cubin"],
+        str(compiled.asm["ttgir"]),
     )
 
 

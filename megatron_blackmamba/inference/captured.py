@@ -97,7 +97,6 @@ class Graphs:
         self.state = decoder.start(0)
         self.turn: Captured | None = None
         """The sequences whose state the graphs hold."""
-        self.pool: Any = None
 
     def settle(self) -> None:
         """Give the state back to the sequences that it belongs to."""
@@ -111,9 +110,12 @@ class Graphs:
             with torch.cuda.device_of(self.decoder.weights.embedding_VD):
                 self.settle()
                 self.reserve(rows)
-                self.by_size[rows] = Graph(self.decoder, self.state.first(rows), self.pool)
-                self.pool = self.by_size[rows].cuda_graph.pool()
+                self.by_size[rows] = Graph(self.decoder, self.state.first(rows), self.pool())
         return self.by_size[rows]
+
+    def pool(self) -> Any:
+        """Return the memory pool of a graph that still lives, or None; a pool ends with the last graph in it."""
+        return next((graph.cuda_graph.pool() for graph in self.by_size.values()), None)
 
     def reserve(self, rows: int) -> None:
         """Make the state large enough for so many sequences; graphs of a smaller state are captured again."""

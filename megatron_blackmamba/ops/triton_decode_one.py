@@ -1,7 +1,6 @@
 """Triton kernels that take one sequence one token further: products are sums in registers.
 
-A program asks for all its weights at once and for its inputs afterwards, because memory takes longest to answer. With
-OVERLAP a kernel starts while the one before it runs. It may load weights then, but nothing that kernels write.
+A program asks for all its weights at once and for its inputs afterwards, because memory takes longest to answer.
 
 Shapes: D model, I inner, N state, R rank of dt, K taps, M = R + 2N, P parts of a sum, F hidden units, E experts, C
 columns.
@@ -10,7 +9,13 @@ columns.
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.triton_decode_shared import activation, let_next_start, wait_for_previous
+from megatron_blackmamba.ops.triton_decode_shared import (
+    activation,
+    convolve,
+    let_next_start,
+    load_each,
+    wait_for_previous,
+)
 from megatron_blackmamba.ops.triton_math import sigmoid
 
 
@@ -80,21 +85,16 @@ def mamba_in_one(
     z_rows = load_rows(in_proj + I * D, i, inside, D, BLOCK)
     m = tl.arange(0, M2)
     shared = tl.load(x_proj + m[:, None] * I + i[None, :], mask=(m < M)[:, None] & inside[None, :], other=0.0)
+    taps, bias = load_each(conv_IK + i * K, 1, inside, K), tl.load(conv_bias_I + i, mask=inside, other=0.0)
     wait_for_previous(OVERLAP)
-    normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK, ROWS)
-    x = times_tiles(x_rows, normed, D, BLOCK, ROWS) * scale
-    z = times_tiles(z_rows, normed, D, BLOCK, ROWS) * scale
-    y = tl.load(conv_bias_I + i, mask=inside, other=0.0) + x * tl.load(conv_IK + i * K + K - 1, mask=inside, other=0.0)
     remembers = inside
     if RESTARTS:
         remembers = inside & (tl.load(last) != eod)
-    for k in tl.static_range(K - 1):
-        old = tl.load(window_WI + k * I + i, mask=remembers, other=0.0)
-        y += old * tl.load(conv_IK + i * K + k, mask=inside, other=0.0)
-        if k > 0:
-            tl.store(window_WI + (k - 1) * I + i, old, mask=inside)
-    tl.store(window_WI + (K - 2) * I + i, x, mask=inside)
-    y *= sigmoid(y)
+    olds = load_each(window_WI + i, I, remembers, K - 1)
+    normed, scale = load_normed(stream_D, norm_D, eps, D, BLOCK, ROWS)
+    x = times_tiles(x_rows, normed, D, BLOCK, ROWS) * scale
+    z = times_tiles(z_rows, normed, D, BLOCK, ROWS) * scale
+    y = convolve(x, bias, taps, olds, window_WI + i, I, inside, K)
     tl.store(x_I + i, y, mask=inside)
     tl.store(z_I + i, z, mask=inside)
     part = tl.sum(shared.to(tl.float32) * y[None, :], 1)
@@ -139,12 +139,12 @@ def gated_in_one(
     fc1 = fc1_EGD
     if E > 0:
         e = tl.arange(0, E2)
-        router = load_rows(router_ED, e, e < E, D, BLOCK)
+        router, bias_E = load_rows(router_ED, e, e < E, D, BLOCK), tl.load(router_bias_E + e, mask=e < E, other=0.0)
+        choice_E = load_choice_bias(choice_bias_E, e, E, BIASED)
         wait_for_previous(OVERLAP)
         for_router, scale_E = load_normed(stream_D, norm_D, eps, D, BLOCK, E2)
-        logits_E = times_tiles(router, for_router, D, BLOCK, E2) * scale_E
-        logits_E += tl.load(router_bias_E + e, mask=e < E, other=0.0)
-        chosen, logit = choose(logits_E, e, choice_bias_E, E, BIASED)
+        logits_E = times_tiles(router, for_router, D, BLOCK, E2) * scale_E + bias_E
+        chosen, logit = choose(logits_E, e, choice_E, E, BIASED)
         fc1 += chosen.to(tl.int64) * (2 * F * D)
         if tl.program_id(0) == 0:
             tl.store(expert, chosen)
@@ -169,11 +169,17 @@ def gated_in_one(
 
 
 @triton.jit
-def choose(logits_E, e, choice_bias_E, E: tl.constexpr, BIASED: tl.constexpr):
+def load_choice_bias(choice_bias_E, e, E: tl.constexpr, BIASED: tl.constexpr):
+    if BIASED == "":
+        bias = tl.zeros(e.shape, tl.float32)
+    else:
+        bias = tl.load(choice_bias_E + e, mask=e < E, other=0.0)
+    return bias
+
+
+@triton.jit
+def choose(logits_E, e, choice_E, E: tl.constexpr, BIASED: tl.constexpr):
     """Return the expert of a token and its logit."""
-    selecting_E = logits_E
-    if BIASED != "":
-        selecting_E = sigmoid(logits_E) if BIASED == "scores" else logits_E
-        selecting_E += tl.load(choice_bias_E + e, mask=e < E, other=0.0)
+    selecting_E = (sigmoid(logits_E) if BIASED == "scores" else logits_E) + choice_E
     chosen = tl.argmax(tl.where(e < E, selecting_E, float("-inf")), 0)
     return chosen, tl.sum(tl.where(e == chosen, logits_E, 0.0), 0)

@@ -10,8 +10,16 @@ rows of a weight.
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.triton_decode_one import choose
-from megatron_blackmamba.ops.triton_decode_shared import activation, dot, let_next_start, narrowed, wait_for_previous
+from megatron_blackmamba.ops.triton_decode_one import choose, load_choice_bias
+from megatron_blackmamba.ops.triton_decode_shared import (
+    activation,
+    convolve,
+    dot,
+    let_next_start,
+    load_each,
+    narrowed,
+    wait_for_previous,
+)
 from megatron_blackmamba.ops.triton_math import sigmoid
 
 
@@ -37,7 +45,16 @@ def mamba_in_rows(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < I
     b = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    m = tl.arange(0, M2)
+    shared = tl.load(x_proj + m[None, :] * I + i[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0)
+    taps, bias = load_each(conv_IK + i[None, :] * K, 1, inside[None, :], K), tl.load(conv_bias_I + i, mask=inside)
     wait_for_previous(OVERLAP)
+    at, here = b[:, None] * I + i[None, :], (b < B)[:, None] & inside[None, :]
+    remembers = here
+    if RESTARTS:
+        remembers = here & (tl.load(last_B + b, mask=b < B, other=0) != eod)[:, None]
+    window = window_BWI + b.to(tl.int64)[:, None] * ((K - 1) * I) + i[None, :]
+    olds = load_each(window, I, remembers, K - 1)
     x, z = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
     squares = tl.zeros((TOKENS, BLOCK), tl.float32)
     for first in range(0, D, BLOCK):
@@ -49,24 +66,9 @@ def mamba_in_rows(
         z = dot(normed, load_transposed(in_proj + I * D, i, inside, first, D, BLOCK), z)
     scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
     x *= scale[:, None]
-    at, here = b[:, None] * I + i[None, :], (b < B)[:, None] & inside[None, :]
     tl.store(z_BI + at, z * scale[:, None], mask=here)
-    y = x * tl.load(conv_IK + i * K + K - 1, mask=inside, other=0.0)[None, :]
-    y += tl.load(conv_bias_I + i, mask=inside, other=0.0)[None, :]
-    window = window_BWI + b.to(tl.int64)[:, None] * ((K - 1) * I) + i[None, :]
-    remembers = here
-    if RESTARTS:
-        remembers = here & (tl.load(last_B + b, mask=b < B, other=0) != eod)[:, None]
-    for k in tl.static_range(K - 1):
-        old = tl.load(window + k * I, mask=remembers, other=0.0)
-        y += old * tl.load(conv_IK + i * K + k, mask=inside, other=0.0)[None, :]
-        if k > 0:
-            tl.store(window + (k - 1) * I, old, mask=here)
-    tl.store(window + (K - 2) * I, x, mask=here)
-    y *= sigmoid(y)
+    y = convolve(x, bias[None, :], taps, olds, window, I, here, K)
     tl.store(x_BI + at, y, mask=here)
-    m = tl.arange(0, M2)
-    shared = tl.load(x_proj + m[None, :] * I + i[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0)
     part = dot(narrowed(y, x_proj.dtype.element_ty), shared, tl.zeros((TOKENS, M2), tl.float32))
     rows = (tl.program_id(0) * B + b).to(tl.int64)
     tl.store(parts_PBM + rows[:, None] * M2 + m[None, :], part, mask=(b < B)[:, None])
@@ -117,6 +119,9 @@ def route(
     wait_for_previous(OVERLAP)
     b = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E2)
+    if E > 0:
+        bias_E = tl.load(router_bias_E + e, mask=e < E, other=0.0)
+        choice_E = load_choice_bias(choice_bias_E, e, E, BIASED)
     squares = tl.zeros((BLOCK,), tl.float32)
     logits = tl.zeros((E2, BLOCK), tl.float32)
     for first in tl.static_range(0, D, BLOCK):
@@ -135,8 +140,7 @@ def route(
         x = tl.load(stream_BD + b * D + d, mask=d < D, other=0.0) * tl.load(norm_D + d, mask=d < D, other=0.0)
         tl.store(normed_BD + b * D + d, narrowed(x * scale, normed_BD.dtype.element_ty), mask=d < D)
     if E > 0:
-        logits_E = tl.sum(logits, 1) * scale + tl.load(router_bias_E + e, mask=e < E, other=0.0)
-        chosen, logit = choose(logits_E, e, choice_bias_E, E, BIASED)
+        chosen, logit = choose(tl.sum(logits, 1) * scale + bias_E, e, choice_E, E, BIASED)
         tl.store(expert_B + b, chosen)
         tl.store(factor_B + b, sigmoid(logit))
 

@@ -60,6 +60,32 @@ def activation(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def load_each(start, step, mask, COUNT: tl.constexpr):
+    """Load COUNT times, `step` further each time."""
+    parts = ()
+    for k in tl.static_range(COUNT):
+        parts = parts + (tl.load(start + k * step, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
+def convolve(x, bias, taps, olds, window, step, mask, K: tl.constexpr):
+    """Return the convolution at a token, with its SiLU; shift the window, whose loaded elements are `olds`.
+
+    Several threads load an element that one of them stores. Without the barrier a thread could load what another has
+    stored already.
+    """
+    tl.debug_barrier()
+    y = bias + x * taps[K - 1]
+    for k in tl.static_range(K - 1):
+        y += olds[k] * taps[k]
+        if k > 0:
+            tl.store(window + (k - 1) * step, olds[k], mask=mask)
+    tl.store(window + (K - 2) * step, x, mask=mask)
+    return y * sigmoid(y)
+
+
+@triton.jit
 def embed(
     tokens_B, embedding_VD, stream_BD, multiplier,
     D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -111,6 +137,7 @@ def mamba_scan(
     rank = narrowed(tl.sum(dt, 0), y_BI.dtype.element_ty).to(tl.float32)
     delta = softplus(tl.sum(w.to(tl.float32) * rank[None, :], 1) + bias)
     h = h * tl.exp2(delta[:, None] * A * LOG2E) + (delta * x)[:, None] * tl.sum(B_N, 0)[None, :]
+    tl.debug_barrier()  # several threads may have loaded an element that one of them stores
     tl.store(state_BIN + b * I * N + at, h, mask=here)
     y = tl.sum(h * tl.sum(C_N, 0)[None, :], 1) + skip * x
     y *= z * sigmoid(z)

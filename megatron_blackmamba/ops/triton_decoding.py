@@ -24,7 +24,14 @@ __all__ = ["ExpertsStep", "MambaStep", "embedded", "likeliest", "product", "unav
 MOST_ROWS = 256
 """Sequences that one launch takes; more go in parts."""
 OVERLAP = True
-"""Whether a kernel starts while the one before it runs (programmatic dependent launch, from Hopper on)."""
+"""Whether kernels for one sequence start while the one before runs (programmatic dependent launch, from Hopper on).
+
+Every program of every kernel loads nothing but weights before it waits, and writes nothing. Waiting lasts until the
+kernel before has ended, all its programs' waits included. So by induction all earlier kernels of the stream have ended
+and their writes are visible: no buffer is read too early or overwritten too early, however early kernels start. Weights
+are older than the step: its first kernel, and any of PyTorch's, starts after all before it has ended. With several
+sequences no weights are loaded before the wait; there it cost 7% on an H100.
+"""
 PROGRAMS = 132
 """As many as an H100 has multiprocessors."""
 
@@ -44,17 +51,17 @@ class Tiling:
     """Blocks of columns that are loaded ahead."""
 
 
-ONE = {"in": Tiling(16, 128, 8), "out": Tiling(8, 128, 4), "gated": Tiling(8, 256, 8), "head": Tiling(16, 128, 8)}
+ONE = {"in": Tiling(32, 128, 8), "out": Tiling(8, 128, 4), "gated": Tiling(8, 256, 8), "head": Tiling(16, 128, 8)}
 """For one sequence."""
-FEW = {"in": Tiling(16, 128, 4), "out": Tiling(16, 128, 4), "gated": Tiling(16, 128, 4), "head": Tiling(64, 128, 4)}
-"""Up to 32 sequences."""
+FEW = {"in": Tiling(32, 64, 4), "out": Tiling(16, 256, 4), "gated": Tiling(32, 64, 4), "head": Tiling(64, 128, 4)}
+"""Up to 32 sequences. Four warps share 32 rows; of 16, two would compute the same."""
 SEVERAL = {
     "in": Tiling(32, 64, 4, 32), "out": Tiling(16, 128, 4, 32),
     "gated": Tiling(32, 128, 4, 16), "head": Tiling(128, 64, 4, 64),
 }  # fmt: skip
 """Up to 128 sequences."""
 MANY = {
-    "in": Tiling(64, 64, 4, 64), "out": Tiling(64, 64, 4, 64),
+    "in": Tiling(64, 64, 8, 64, 3), "out": Tiling(64, 64, 4, 64),
     "gated": Tiling(64, 64, 4, 32), "head": Tiling(128, 64, 8, 128),
 }  # fmt: skip
 
@@ -74,9 +81,8 @@ def unsupported(weight: Tensor) -> str | None:
 class Launch:
     """What all launches of a step have in common: the device, and how kernels follow each other."""
 
-    def __init__(self, like: Tensor):
-        overlap = OVERLAP and like.is_cuda and torch.cuda.get_device_capability(like.device)[0] >= 9
-        self.overlap = overlap
+    def __init__(self, like: Tensor, overlap: bool):
+        self.overlap = overlap and OVERLAP and like.is_cuda and torch.cuda.get_device_capability(like.device)[0] >= 9
 
     def __call__(self, kernel, grid: tuple[int, ...], *tensors, tiling: Tiling, **constants) -> None:
         options = {"launch_pdl": True} if self.overlap else {}
@@ -94,7 +100,7 @@ class Step:
         last_B = moving_B[0].new_full((len(moving_B[0]),), -1, dtype=torch.long) if last_B is None else last_B
         with torch.cuda.device_of(last_B):
             for *parts_B, part_of_last_B in zip(*(each.split(MOST_ROWS) for each in (*moving_B, last_B)), strict=True):
-                self.advance(Launch(last_B), part_of_last_B, *parts_B)
+                self.advance(Launch(last_B, overlap=len(part_of_last_B) == 1), part_of_last_B, *parts_B)
 
     def advance(self, launch: Launch, last_B: Tensor, *moving_B: Tensor) -> None:
         raise NotImplementedError
@@ -215,7 +221,7 @@ def embedded(tokens: Tensor, embedding_VD: Tensor, multiplier: float) -> Tensor:
         tensors = tokens, embedding_VD, stream, multiplier
         with torch.cuda.device_of(embedding_VD):
             grid = tokens.numel(), cdiv(D, 512)
-            Launch(embedding_VD)(embed, grid, *tensors, tiling=Tiling(1, 512, 4), D=D, BLOCK=512)
+            Launch(embedding_VD, overlap=False)(embed, grid, *tensors, tiling=Tiling(1, 512, 4), D=D, BLOCK=512)
     return stream
 
 
@@ -223,7 +229,8 @@ def product(x_BC: Tensor, weight_OC: Tensor) -> Tensor:
     """Return x @ weight.T, fp32, of at most MOST_ROWS vectors."""
     y_BO = x_BC.new_empty(len(x_BC), len(weight_OC), dtype=torch.float32)
     with torch.cuda.device_of(x_BC):
-        add_product(Launch(x_BC), weight_OC, x_BC.contiguous(), y_BO, tilings(len(x_BC))["head"], add=False)
+        launch = Launch(x_BC, overlap=len(x_BC) == 1)
+        add_product(launch, weight_OC, x_BC.contiguous(), y_BO, tilings(len(x_BC))["head"], add=False)
     return y_BO
 
 
@@ -234,7 +241,7 @@ def likeliest(logits_BV: Tensor) -> Tensor:
     largest_BP, token_BP = logits_BV.new_empty(B, parts), logits_BV.new_empty(B, parts, dtype=torch.int32)
     token_B = logits_BV.new_empty(B, dtype=torch.long)
     with torch.cuda.device_of(logits_BV):
-        launch = Launch(logits_BV)
+        launch = Launch(logits_BV, overlap=B == 1)
         launch(
             find_largest, (B, parts), logits_BV, largest_BP, token_BP, V, tiling=Tiling(1, block, 4), PARTS=parts,
             BLOCK=block,

@@ -69,6 +69,11 @@ def test_settled_state_goes_on_without_a_graph(captured):
     assert torch.equal(captured.step(step.settled(), tokens[:, 2]), expected)
 
 
+def test_larger_batches_outlive_all_earlier_graphs(captured):
+    tokens_of(captured, PROMPTS[:1])
+    assert tokens_of(captured, PROMPTS * 3) == tokens_of(captured, PROMPTS) * 3
+
+
 def test_larger_batches_make_room_and_smaller_ones_stay(captured):
     held = stepper(captured, captured.start(1))
     held(torch.tensor([5]))

@@ -58,9 +58,12 @@ def experts_in_float64(w, residual, activation, bias_on_scores, rounded=lambda x
     ranks = logits.sigmoid() if bias_on_scores else logits
     choice = (ranks + w.get("choice_bias_E", 0)).argmax(dim=-1)
     best = logits.gather(-1, choice[:, None])[:, 0]
-    gate, up = torch.einsum("bgd,bd->bg", w["fc1_EGD"][choice], rounded(x)).chunk(2, dim=-1)
-    hidden = {"silu": F.silu, "gelu": F.gelu}[activation](gate) * up
-    y = torch.einsum("bdf,bf->bd", w["fc2_EDF"][choice], rounded(hidden))
+    y = torch.empty_like(x)
+    for expert in choice.unique().tolist():
+        mine = choice == expert
+        gate, up = (rounded(x[mine]) @ w["fc1_EGD"][expert].t()).chunk(2, dim=-1)
+        hidden = {"silu": F.silu, "gelu": F.gelu}[activation](gate) * up
+        y[mine] = rounded(hidden) @ w["fc2_EDF"][expert].t()
     return {"residual": residual.double() + y * best.sigmoid()[:, None]}
 
 

@@ -1,5 +1,7 @@
 """Every Triton kernel compiles for the GPUs we support, without one, and keeps its state in registers."""
 
+import re
+
 import pytest
 
 pytest.importorskip("triton")
@@ -48,6 +50,56 @@ def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
         assert kernel.spilled_bytes <= spilled, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
         assert kernel.loop.count("LDL", "STL") == 0, f"{kernel.name} spills in its loop on sm_{kernel.arch}"
         assert kernel.shared_bytes <= (SHARED_BY_TILES if kernel.name.endswith("_rows") else 8192)
+
+
+POINTER = re.compile(r"(%\S+) = (?:tt\.(?:addptr|splat|broadcast|expand_dims|bitcast)|ttg\.convert_layout) (%[\w#]+)")
+ACCESS = re.compile(r"(?:(tt\.load)|(tt\.store)) (%[\w#]+)|(?:gpu|ttg)\.barrier")
+
+
+def stored_unordered(ttgir):
+    """Return the arguments that a kernel loads and then stores without a barrier of its program between."""
+    origin, loaded, found = {}, set(), set()
+    for line in ttgir.splitlines():
+        if pointer := POINTER.search(line):
+            origin[pointer[1]] = origin.get(pointer[2], pointer[2])
+        elif access := ACCESS.search(line):
+            load, store, at = access.groups()
+            if load:
+                loaded.add(origin.get(at, at))
+            elif store:
+                found |= {origin.get(at, at)} & loaded
+            else:
+                loaded.clear()
+    return found
+
+
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("decoding")])
+def test_decoding_loads_everything_before_it_overwrites(kernels, operation):
+    """Several threads load the same elements of a small tile and one stores them: barriers must be between."""
+    for kernel in kernels[operation]:
+        own = {"%stream_O", "%stream_BO", "%stream_BD"} if kernel.name.startswith("add_") else set()
+        assert stored_unordered(kernel.ttgir) <= own, kernel.name  # each thread adds to the elements that it stores
+
+
+WEIGHTS = {
+    *("in_proj", "conv_IK", "conv_bias_I", "x_proj", "dt_proj", "dt_bias_I", "A_IN", "D_I", "weight", "norm_D"),
+    *("router_ED", "router_bias_E", "choice_bias_E", "fc1_EGD"),
+}
+
+
+def test_overlapping_kernels_wait_before_they_use_activations(monkeypatch):
+    from megatron_blackmamba.ops import triton_decoding
+
+    monkeypatch.setattr(triton_decoding.Launch, "__init__", lambda self, *_, **__: setattr(self, "overlap", True))
+    for kernel in kernels_of(OPERATIONS["decoding, one"], 90):
+        early, waits, _ = kernel.ttgir.partition("griddepcontrol.wait")
+        assert waits and "tt.store" not in early, kernel.name
+        origin = {}
+        for line in early.splitlines():
+            if pointer := POINTER.search(line):
+                origin[pointer[1]] = origin.get(pointer[2], pointer[2])
+            elif access := ACCESS.search(line):
+                assert origin.get(access[3], access[3])[1:] in WEIGHTS, f"{kernel.name}: {line}"
 
 
 def by_name(kernels):
