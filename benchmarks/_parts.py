@@ -129,11 +129,17 @@ def _on_cpu(events: list[Any]) -> list[Work]:
     return [Work(event, event.name, event.self_cpu_time_total) for event in host]
 
 
+def _launches(event: Any) -> bool:
+    """Return whether an event is a call of CUDA; before torch 2.12, only its name tells."""
+    kind = getattr(event, "activity_type", None)
+    return kind in LAUNCHES if kind is not None else event.name.startswith(("cuda", "cuLaunch"))
+
+
 def _kernels(events: list[Any]) -> list[Work]:
     """Return the kernels, each with the operation that it is linked to, or in which the host launched it."""
     host = [event for event in events if event.device_type == DeviceType.CPU]
-    launches = {event.id: event for event in host if event.activity_type in LAUNCHES}
-    operations = [event for event in host if event.activity_type not in LAUNCHES and not event.is_async]
+    launches = {event.id: event for event in host if _launches(event)}
+    operations = [event for event in host if not _launches(event) and not event.is_async]
     by_id = {event.id: event for event in operations}
     operations.sort(key=lambda event: event.time_range.start)
     starts = [event.time_range.start for event in operations]
@@ -150,7 +156,9 @@ def _kernels(events: list[Any]) -> list[Work]:
 
     kernels = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     return [
-        Work(by_id.get(kernel.linked_correlation_id) or around(launches.get(kernel.id)), kernel.name, took)
+        Work(
+            by_id.get(getattr(kernel, "linked_correlation_id", 0)) or around(launches.get(kernel.id)), kernel.name, took
+        )
         for kernel in kernels
         if (took := kernel.time_range.elapsed_us())
     ]

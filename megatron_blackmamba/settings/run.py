@@ -228,9 +228,9 @@ class KernelsConfig(Section):
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
     ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
-    cuda_graph: Literal["auto", "off"] = "auto"
-    """Forward and backward pass of a micro-batch as one launch (a CUDA graph), with the same losses bit for bit. auto:
-    on a GPU, in a run of one process without recomputation, where memory suffices; the log says if not, and why."""
+    cuda_graph: Literal["auto", "off"] = "off"
+    """Experimental: forward and backward pass of a micro-batch as one launch, a CUDA graph (auto), in runs of one process
+    without recomputation. On the one GPU where it was tried, the capture failed; the log says why it is not used."""
     if_missing: Literal["stop", "pytorch"] = "stop"
     """If a GPU kernel of this project cannot run on a GPU: do not start, or use PyTorch, several times slower."""
 

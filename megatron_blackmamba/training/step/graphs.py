@@ -123,7 +123,7 @@ class Graphs:
             except torch.OutOfMemoryError:
                 problem = "the GPU's memory does not suffice"
             except RuntimeError as error:
-                problem = f"the capture fails: {next(iter(str(error).splitlines()), type(error).__name__)}"
+                problem = f"the capture fails: {_first_line(_cause(error))}"
             if captured is None:  # what it held is free only here
                 self.reduced.outdated, gradients = before
                 self._set(gradients)
@@ -157,6 +157,17 @@ class Graphs:
             self._told = True
             self._tell("a micro-batch is one launch")
         return _Captured(recorded, here, self.reduced.outdated.copy(), self._gradients(), schedule.loss_scale())
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what went wrong first: the end of a failed capture raises again, without saying why."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def new_pool() -> Any:
