@@ -229,8 +229,8 @@ class KernelsConfig(Section):
     ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
     cuda_graph: Literal["auto", "off"] = "off"
-    """Experimental: forward and backward pass of a micro-batch as one launch, a CUDA graph (auto), in runs of one process
-    without recomputation. On the one GPU where it was tried, the capture failed; the log says why it is not used."""
+    """Experimental: forward and backward pass of a micro-batch as one launch, a CUDA graph (auto). Only runs of one
+    process without recomputation. On the one GPU where it was tried, the capture failed; the log says why."""
     if_missing: Literal["stop", "pytorch"] = "stop"
     """If a GPU kernel of this project cannot run on a GPU: do not start, or use PyTorch, several times slower."""
 
