@@ -22,7 +22,7 @@ from megatron_blackmamba.interchange.canonical import (
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.kinds import attention, kinds_in, mamba2, unread_keys
 
 MODELING_FILES = (
     "cache_blackmamba.py",
@@ -61,6 +61,13 @@ _SAME = {
     "logit_softcap": "logit_softcap",
 }
 
+
+_DERIVED: Mapping[str, Callable[[ModelConfig], Any]] = {
+    "head_dim": attention.head_dim,
+    "attention_multiplier": lambda config: attention.head_dim(config) ** -0.5,
+    "mamba2_heads": lambda config: mamba2.sizes(config)[1],
+}
+"""Fields whose default follows from others, and that default."""
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 """Granite's names of model.multipliers. They contain what a width transfer adds, which an export does not know."""
@@ -191,16 +198,15 @@ def multipliers(config: ModelConfig) -> dict[str, float]:
 
 
 def function_of(config: ModelConfig) -> dict[str, Any]:
-    """Return what decides the outputs of given weights: the fields of config.json but for those that only train."""
-    fields = to_json(config, 0, torch.float32)
-    for name in ("initializer_range", "router_kind", "router_options"):
-        fields.pop(name, None)
-    return fields
+    """Return what decides the outputs of given weights, by the fields of config.json.
 
-
-def exported_fields() -> list[str]:
-    """Return the fields of ModelConfig that an export carries."""
-    return [*_SAME.values(), "dt_rank", "pattern", "multipliers"]
+    Values that follow from others are written out. Sizes that no layer reads are left out, and so is `expand`, which
+    shapes tell.
+    """
+    unread = {theirs for theirs, ours in _SAME.items() if ours in unread_keys(config.pattern)}
+    ignored = unread | {"initializer_range", "router_kind", "router_options", "dt_rank", "expansion_factor"}
+    fields = {name: value for name, value in to_json(config, 0, torch.float32).items() if name not in ignored}
+    return fields | {name: value(config) for name, value in _DERIVED.items() if fields.get(name, 0) is None}
 
 
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -54,13 +54,10 @@ def verify(export: Path, against: Path | None = None, check: witness.Check = "fu
 
 
 def _same_config(ours: Canonical, theirs: Canonical) -> None:
-    mine, its = (
-        config.model_dump() | {"dt_rank": config.dt_rank_or_default, "multipliers": hf.multipliers(config)}
-        for config in (ours.config, theirs.config)
-    )
-    fields = [name for name in hf.exported_fields() if mine[name] != its[name]]
+    mine, its = hf.function_of(ours.config), hf.function_of(theirs.config)
+    fields = [name for name in mine | its if mine.get(name) != its.get(name)]
     if fields:
-        told = "; ".join(f"model.{name} is {its[name]}, not {mine[name]}" for name in fields)
+        told = "; ".join(f"{name} is {its.get(name)}, not {mine.get(name)}" for name in fields)
         raise InterchangeError(f"{theirs.source}: not the model of {ours.source}: {told}")
 
 

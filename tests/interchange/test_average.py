@@ -59,6 +59,8 @@ def test_what_has_no_mean_is_refused(tmp_path):
     silu, gelu = canonical(tiny("silu")), canonical(tiny("gelu"))
     with pytest.raises(InterchangeError, match=r"has other model\.activation than"):
         average([silu, gelu])
+    with pytest.raises(InterchangeError, match="has other parameters than"):
+        average([silu, canonical(tiny("silu", hidden=64))])
     with pytest.raises(InterchangeError, match="3 weights for 2 checkpoints"):
         average([silu, silu], [1, 2, 3])
     with pytest.raises(InterchangeError, match="none may be negative"):
