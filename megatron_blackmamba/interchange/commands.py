@@ -246,6 +246,7 @@ def import_hf(
     [dim]blackmamba import hf TinyLlama_v1.1 checkpoints/upcycled --experts 8[/dim]
     """
     from megatron_blackmamba.interchange import convert
+    from megatron_blackmamba.interchange.hub import local_folder
     from megatron_blackmamba.interchange.open import config_of_export, open_export
 
     if config_only:
@@ -257,12 +258,13 @@ def import_hf(
         atomic.write_text(out, model_to_yaml(config_of_export(source)))
         print(f"{out}: name it after a run's file, as in blackmamba plan RUN {out}")
         return
+    source = local_folder(source)
     model = _with_tokenizer(open_export(source), tokenizer)
     if experts is not None:
         from megatron_blackmamba.interchange.upcycle import upcycled
 
         model = upcycled(model, experts, top_k)
-    _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify})
+    _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify, "original": source})
 
 
 @import_app.command("zyphra")

@@ -198,7 +198,7 @@ def multipliers(config: ModelConfig) -> dict[str, float]:
 
 
 def function_of(config: ModelConfig) -> dict[str, Any]:
-    """Return what decides the outputs of given weights, by the fields of config.json.
+    """Return what decides the outputs of given weights, by our keys or the fields of config.json that have none.
 
     Values that follow from others are written out. Sizes that no layer reads are left out, and so is `expand`, which
     shapes tell.
@@ -206,7 +206,8 @@ def function_of(config: ModelConfig) -> dict[str, Any]:
     unread = {theirs for theirs, ours in _SAME.items() if ours in unread_keys(config.pattern)}
     ignored = unread | {"initializer_range", "router_kind", "router_options", "dt_rank", "expansion_factor"}
     fields = {name: value for name, value in to_json(config, 0, torch.float32).items() if name not in ignored}
-    return fields | {name: value(config) for name, value in _DERIVED.items() if fields.get(name, 0) is None}
+    fields |= {name: value(config) for name, value in _DERIVED.items() if fields.get(name, 0) is None}
+    return {_SAME.get(name, name): value for name, value in fields.items()}
 
 
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

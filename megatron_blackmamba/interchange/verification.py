@@ -57,7 +57,7 @@ def _same_config(ours: Canonical, theirs: Canonical) -> None:
     mine, its = hf.function_of(ours.config), hf.function_of(theirs.config)
     fields = [name for name in mine | its if mine.get(name) != its.get(name)]
     if fields:
-        told = "; ".join(f"{name} is {its.get(name)}, not {mine.get(name)}" for name in fields)
+        told = "; ".join(f"model.{name} is {its.get(name)}, not {mine.get(name)}" for name in fields)
         raise InterchangeError(f"{theirs.source}: not the model of {ours.source}: {told}")
 
 

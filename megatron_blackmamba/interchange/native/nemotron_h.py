@@ -137,6 +137,15 @@ class NemotronH(Architecture):
             return None
         return {"hybrid_override_pattern": "".join(theirs[each] for each in pattern), "num_hidden_layers": len(pattern)}
 
+    def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
+        model = super().imported(content, path)
+        if Experts.letter in model.pattern and model.top_k == 1:
+            raise InterchangeError(
+                f"{path}: num_experts_per_tok is 1; transformers then gives every expert the weight 1, which no router"
+                " here does. Only 2 or more converts"
+            )
+        return model
+
     def refused(self, model: ModelConfig) -> list[str]:
         found = []
         if Attention.letter not in model.pattern:
