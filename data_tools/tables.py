@@ -12,20 +12,47 @@ from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptio
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, root_columns, text_of
 from megatron_blackmamba.data_tools.other_fields import without_text
 from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.unfolding import unfolded
 from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
+
+NESTED_BYTES, FEWEST_ROWS = 256 << 20, 16
+"""Bounds of a batch whose nested text is stored as a dictionary, so that its size is not known beforehand."""
 
 
 def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
     """Yield batches of a parquet file, and the fraction of its rows read so far."""
     try:
         whole = open_any(path) if is_remote(path) else path
-        file = pq.ParquetFile(whole, page_checksum_verification=True)
+        file = _parquet_file(whole)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a complete parquet file ({_first_line(error)}): download it again") from None
     with file:
         columns = _columns(path, options, file.schema_arrow.names)
         tables = file.iter_batches(batch_size=_rows_per_batch(file, columns), columns=columns)
         yield from _documents(path, tables, file.metadata.num_rows, options, reject)
+
+
+def _parquet_file(source: Any) -> pq.ParquetFile:
+    """Open a file. Columns stored as dictionaries are read as such: a few bytes may stand for gigabytes of text."""
+    file = pq.ParquetFile(source, page_checksum_verification=True)
+    stored = sorted({chunk.path_in_schema for chunk in _folded(file) if not _is_nested(chunk)})
+    if not stored:
+        return file
+    file.close(force=True)
+    return pq.ParquetFile(source, page_checksum_verification=True, read_dictionary=stored)
+
+
+def _folded(file: pq.ParquetFile) -> Iterator[pq.ColumnChunkMetaData]:
+    """Yield the chunks whose text is stored as a dictionary, at least at first."""
+    for group in map(file.metadata.row_group, range(file.metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in encoding for encoding in chunk.encodings):
+                yield chunk
+
+
+def _is_nested(chunk: pq.ColumnChunkMetaData) -> bool:
+    """Return whether a chunk is inside another column; pyarrow reads no dictionaries there."""
+    return "." in chunk.path_in_schema
 
 
 def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
@@ -82,13 +109,14 @@ def _documents(
     rest = without_text(options.fields) if options.keep else None
     try:
         for table in tables:
-            batch = Batch()
             texts = root_columns(options.fields, table.schema.names)[0]
-            for row in _rows(_without_nanoseconds(table), texts):
-                number += 1
-                if _add(batch, number, row, take, reject) and rest is not None:
-                    batch.rests.append(rest(row))
-            yield batch, number / max(1, rows)
+            for piece in unfolded(table, f"{path}, after row {number}"):
+                batch = Batch()
+                for row in _rows(_without_nanoseconds(piece), texts):
+                    number += 1
+                    if _add(batch, number, row, take, reject) and rest is not None:
+                        batch.rests.append(rest(row))
+                yield batch, number / max(1, rows)
     except pa.ArrowMemoryError as error:  # an ArrowException too
         raise MemoryError(str(error)) from None
     except (pa.ArrowException, OSError) as error:
@@ -159,7 +187,9 @@ def _rows_per_batch(file: pq.ParquetFile, columns: list[str]) -> int:
             column = row_group.column(i)
             if column.path_in_schema.split(".")[0] in columns:
                 wanted += column.total_uncompressed_size
-    return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+    nested = [chunk.total_uncompressed_size for chunk in _folded(file) if _is_nested(chunk)]
+    most = max(FEWEST_ROWS, NESTED_BYTES // max(nested)) if nested else 65536
+    return max(1, min(65536, most, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -102,7 +102,7 @@ def read_config(path: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
     if state_spaces.is_one(content):
         content = state_spaces.translated(content, path)
     model_type = need(content, "model_type", path)
-    if model_type not in BY_TYPE:
+    if not isinstance(model_type, str) or model_type not in BY_TYPE:
         known = ", ".join((*BY_TYPE, hf.MODEL_TYPE))
         raise InterchangeError(f"{path}: model_type is {model_type!r}; import reads {known}, and state-spaces/mamba")
     architecture = BY_TYPE[model_type]
