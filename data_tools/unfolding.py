@@ -48,6 +48,11 @@ def text_bytes(array: pa.Array) -> np.ndarray:
     return _nothing(array)
 
 
+def is_folded(array: pa.Array) -> bool:
+    """Return whether an array is a dictionary and places in it."""
+    return pa.types.is_dictionary(array.type)
+
+
 def _nothing(array: pa.Array) -> np.ndarray:
     return np.zeros(len(array), np.int64)
 

@@ -1,7 +1,8 @@
-"""Check conversions with another tool: another process loads the folder of transformers with the installed version.
+"""Check conversions with another tool: another process loads a folder of transformers with the installed version.
 
-That is the folder of an export, or the source of an import. That process compares nothing. It returns logits, experts and eight greedy tokens a prompt, written with its cache. Our
-megatron-core modules then read the same tokens: all logits must agree, and each greedy token must be our best.
+The folder is an export, or the source of an import. That process compares nothing. It returns logits, experts and, of
+an export, eight greedy tokens a prompt, written with its cache. Our megatron-core modules then read the same tokens:
+all logits must agree, and each greedy token must be our best.
 
 Shapes: B batch, S sequence, N written tokens, V vocabulary, K experts of a token.
 """

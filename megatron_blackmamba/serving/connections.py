@@ -26,7 +26,7 @@ class Connections:
         """Return the application, with a connection's limit for headers lifted while it answers."""
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            connection = self.open.get(tuple(scope.get("client") or ()))  # type: ignore[arg-type]
+            connection = self.open.get(tuple(scope.get("client") or ()))
             if connection is None:
                 await app(scope, receive, send)
                 return

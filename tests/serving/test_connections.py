@@ -67,7 +67,7 @@ def test_clients_that_send_no_header_make_way(sent):
 
 
 def test_a_header_sent_letter_by_letter_is_too_late():
-    with serving() as (connections, connect), connect() as client:
+    with serving() as (_, connect), connect() as client:
         begun = time.monotonic()
         with pytest.raises(OSError):
             while time.monotonic() < begun + 30:
@@ -84,7 +84,7 @@ def test_client_that_reads_nothing_is_cut():
 
 
 def test_slow_answers_and_slow_readers_are_served():
-    with serving() as (connections, connect):
+    with serving() as (_, connect):
         assert b"\r\nend\r\n" in answered(connect, b"slow")
         with connect() as client:
             client.sendall(GET % b"large" + b"Connection: close\r\n\r\n")

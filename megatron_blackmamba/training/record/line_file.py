@@ -1,4 +1,4 @@
-"""Files of lines that only grow: a full disk, a crash, a damaged line, a removed or a moved file costs no other lines."""
+"""Files of lines that only grow: a full disk, a crash, a damaged line, a removed or moved file costs no other lines."""
 
 import contextlib
 import errno
