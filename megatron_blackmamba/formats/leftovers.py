@@ -9,6 +9,8 @@ import glob
 import hashlib
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +44,21 @@ def remove_abandoned(path: Path) -> Iterator[tuple[Path, int | None]]:
                 interrupts.remove(left)
         elif named is not None or _UNOWNED.fullmatch(end):
             yield left, None
+
+
+@contextlib.contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """Yield a folder for temporary files, which is removed, and remove those of killed processes."""
+    path = Path(tempfile.gettempdir()).resolve() / name
+    for _ in remove_abandoned(path):
+        pass
+    folder = beside(path)
+    with interrupts.unfinished(folder):
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(process: int) -> str | None:

@@ -360,7 +360,8 @@ def verify(
     """Compare an export with the checkpoint that it came from: every weight, and the outputs for the same tokens.
 
     The installed transformers loads the export and runs its code, in a process of its own. Without --against, its
-    outputs are compared with those of our modules on the same weights.
+    outputs are compared with those of our modules on the same weights. It notes code that is not this version's, and
+    ids and settings of generation; it does not read README.md and other files.
 
     [dim]blackmamba verify exports/blackmamba_1.5b --against runs/blackmamba_1.5b/checkpoints/step_00010000[/dim]
 

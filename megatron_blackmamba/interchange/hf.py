@@ -43,6 +43,7 @@ INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
 LM_HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 4 * 10**9
 
 # A field of config.json, and where it lives in ModelConfig.
@@ -243,10 +244,9 @@ def _canonical_names(entries: dict[str, Entry], folder: Path, tied: bool) -> dic
 
 def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
     """Write tokenizer files that every transformers version loads; return the special ids for the configs."""
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        return dict.fromkeys(ids)
+        return dict.fromkeys(SPECIAL_IDS)
     tokenizer.save(folder / "tokenizer.json")
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eod_token)
     bounded = any(kind.rotary for kind in kinds_in(model.config.pattern))  # a recurrence has no longest sequence
@@ -262,4 +262,4 @@ def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
         },
     )
     write_json(folder / "special_tokens_map.json", special)
-    return dict.fromkeys(ids, tokenizer.eod_id)
+    return dict.fromkeys(SPECIAL_IDS, tokenizer.eod_id)

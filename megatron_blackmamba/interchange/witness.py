@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_blackmamba.formats import leftovers
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.interchange import hf, native, parity, through_megatron
 from megatron_blackmamba.interchange.canonical import Canonical, shapes, tokenizer_of
@@ -77,15 +77,15 @@ def require_memory(model: Canonical, check: Check) -> None:
 def check(model: Canonical, export: Path, how: Check = "full") -> Comparison:
     """Compare a model with its export, loaded by the installed transformers; mark an export that fails."""
     mark = export / MARK
-    with tempfile.TemporaryDirectory(prefix="blackmamba-check-") as temporary:
+    with leftovers.scratch("blackmamba-check") as temporary:
         folder = export
         if how == "short":
-            model, folder = first_layers(model), Path(temporary) / "first_layers"
+            model, folder = first_layers(model), temporary / "first_layers"
             (native if native.is_native(export) else hf).write(model, folder)
             for file in (*hf.code_files(export), *export.glob("tokenizer*.json")):
                 shutil.copyfile(file, folder / file.name)
         try:
-            comparison = _compared(model, ask(folder, model, Path(temporary)))
+            comparison = _compared(model, ask(folder, model, temporary))
             if not comparison.agrees:
                 raise WitnessError(f"its weights are those of {model.source}, its outputs are not: {comparison}")
         except WitnessError as error:
@@ -103,9 +103,9 @@ def check_import(model: Canonical, source: Path) -> Comparison:
         require_memory(model, "full")
     except WitnessError:
         raise NoWitnessError("the whole model does not fit into the free memory") from None
-    with tempfile.TemporaryDirectory(prefix="blackmamba-check-") as temporary:
+    with leftovers.scratch("blackmamba-check") as temporary:
         try:
-            comparison = _compared(replace(model, tokenizer=None), ask(source, model, Path(temporary), own=True))
+            comparison = _compared(replace(model, tokenizer=None), ask(source, model, temporary, own=True))
         except NoWitnessError:
             raise
         except WitnessError as error:

@@ -19,7 +19,7 @@ from megatron_blackmamba.interchange import convert, hf, native, open, witness
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.hf import INDEX
 from tests.interchange.continued_probe import RUNS, STEPS
-from tests.interchange.native_grid import ODD, SIZES, differences, tensors, write_model
+from tests.interchange.native_grid import ODD, SIZES, differences, random_differences, tensors, write_model
 from tests.reference import tiny
 from tests.reference.canonical import canonical
 from tests.runtime.ranks import fork_script
@@ -45,6 +45,13 @@ def back(theirs):
 def test_imported_model_computes_as_in_transformers(theirs, tmp_path):
     logits, gradients = differences(shutil.copytree(theirs, tmp_path / "model"))
     assert logits < 1e-5 and gradients < 1e-5
+
+
+@thorough
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("model_type", ODD)
+def test_random_models_compute_as_in_transformers(model_type, seed, tmp_path):
+    assert max(random_differences(model_type, seed, tmp_path / "model")) < 1e-5
 
 
 def test_bound_of_time_steps_is_imported(tmp_path):

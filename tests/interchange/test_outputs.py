@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -152,6 +153,17 @@ def test_what_another_host_may_write_stays(tmp_path, capsys):
         what: stays for what, (_, stays) in names.items()
     }
     assert capsys.readouterr().err.count("unfinished") == 2
+
+
+def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "from megatron_blackmamba.formats.leftovers import scratch; import os\n"
+    program += "with scratch('check') as folder: (folder / 'big').touch(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", program], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert len([*tmp_path.iterdir()]) == 1
+    with leftovers.scratch("check") as folder:
+        assert [*tmp_path.iterdir()] == [folder]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_two_writers_of_one_folder_end_in_words(tmp_path):
