@@ -19,7 +19,7 @@ from tests.interchange.native_grid import write_model
 from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical, write_tokenizer
 from tests.thorough import thorough
-from tests.waiting import wait_until
+from tests.waiting import Command, wait_until
 
 DISK = 3 * 2**20
 WRITES = """
@@ -207,7 +207,7 @@ def test_commands_remove_what_their_killed_calls_left(command, sources, tmp_path
     words = COMMANDS[command].replace("{}", str(sources)).replace("OUT", str(out)).split()
     typed = [sys.executable, "-m", "megatron_blackmamba", *words]
     process = subprocess.Popen(typed)
-    wait_until(lambda: any(tmp_path.glob(".out.*.tmp")))
+    wait_until(lambda: any(tmp_path.glob(".out.*.tmp")), Command(process))
     process.kill()
     process.wait()
     assert any(tmp_path.glob(".out.*.tmp"))
