@@ -8,6 +8,8 @@ from megatron_blackmamba.data_tools.rejects import InputError
 
 Rejecter = Callable[[int, str, str], None]  # record number, reason, detail
 BATCH_BYTES = 1 << 20  # what one step works on stays in the cache of a core
+LONGEST_RECORD = 2 << 30
+"""Most bytes of a record: a small file may decompress to one that memory cannot hold."""
 
 
 @dataclass(frozen=True)

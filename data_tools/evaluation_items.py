@@ -137,7 +137,7 @@ def _lines(path: str) -> Iterator[bytes]:
 def _row(line: bytes, where: str, fields: Sequence[str]) -> Row:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not JSON ({error}). Write one JSON object a line") from None
     try:
         return row_of(record, fields)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import orjson
 
 from megatron_blackmamba.data_tools import rejects
-from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptions, Rejecter
+from megatron_blackmamba.data_tools.batches import BATCH_BYTES, LONGEST_RECORD, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
 from megatron_blackmamba.data_tools.other_fields import without_text
 from megatron_blackmamba.data_tools.rejects import InputError
@@ -64,6 +64,8 @@ class Reader:
                     self.bytes_read = stream.bytes_read
                     yield from parser.feed(block)
                 yield from parser.finish()
+            except TooLong as error:
+                raise InputError(f"{self.path}: {error}") from None
             except Damage as damage:
                 yield from parser.finish(cut=True)
                 self.reject(parser.number + 1, damage.reason, damage.detail)
@@ -117,6 +119,7 @@ class JsonLines(Parser):
         self.pending_bytes += len(block)
         if self.pending_bytes >= BATCH_BYTES and b"\n" in block:
             yield self._parse(self._take_complete_lines().split(b"\n"))
+        refuse_longer(self.pending_bytes, self.number + 1)
 
     def finish(self, cut: bool = False) -> Iterator[Batch]:
         *lines, unterminated = b"".join(self.pending).split(b"\n")
@@ -225,6 +228,7 @@ class Text(Parser):
 
     def feed(self, block: bytes) -> Iterator[Batch]:
         self.pending += block
+        refuse_longer(len(self.pending), self.number + 1)
         if self.marker is None or len(self.pending) < BATCH_BYTES:
             return
         # A marker may lie across two blocks: look again at its length before the end.
@@ -257,6 +261,16 @@ class Text(Parser):
                 detail = f"byte {bad.start} is 0x{piece[bad.start]:02x}" + _utf16(self.number, piece)
                 self.reject(self.number, rejects.INVALID_UTF8, detail)
         return batch
+
+
+class TooLong(ValueError):
+    """A record beyond LONGEST_RECORD."""
+
+
+def refuse_longer(size: int, number: int) -> None:
+    """Refuse a record that may never end."""
+    if size > LONGEST_RECORD:
+        raise TooLong(f"record {number} is longer than {LONGEST_RECORD:,} bytes. Leave it out, or split it")
 
 
 def out_of_memory(path: str | Path, bytes_read: int) -> str:

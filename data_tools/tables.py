@@ -12,7 +12,11 @@ from megatron_blackmamba.data_tools.batches import BATCH_BYTES, Batch, ReadOptio
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, root_columns, text_of
 from megatron_blackmamba.data_tools.other_fields import without_text
 from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.unfolding import is_folded, text_bytes, unfolded
 from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
+
+FOLDED_BYTES, FEWEST_ROWS = 256 << 20, 16
+"""Most bytes of a batch whose text is stored as a dictionary, and the fewest rows of one where it is nested too."""
 
 
 def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
@@ -24,8 +28,49 @@ def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> It
         raise InputError(f"{path}: not a complete parquet file ({_first_line(error)}): download it again") from None
     with file:
         columns = _columns(path, options, file.schema_arrow.names)
+        file = _unless_folded(file, whole, columns)
         tables = file.iter_batches(batch_size=_rows_per_batch(file, columns), columns=columns)
         yield from _documents(path, tables, file.metadata.num_rows, options, reject)
+
+
+def _unless_folded(file: pq.ParquetFile, source: Any, columns: list[str]) -> pq.ParquetFile:
+    """Return a file to read from: a few bytes of a dictionary may stand for gigabytes of text.
+
+    Where a batch could be that large, columns are read as dictionaries, at half the speed.
+    """
+    chunks = [(group, chunk.path_in_schema) for group, chunk in _folded(file) if not _is_nested(chunk)]
+    wanted = [(group, name) for group, name in chunks if name in columns]
+    if not wanted:
+        return file
+    names, rows = sorted({name for _, name in wanted}), _rows_per_batch(file, columns)
+    folded = pq.ParquetFile(source, page_checksum_verification=True, read_dictionary=names)
+    longest = max(_longest_in_dictionary(folded, group, names) for group in dict(wanted))
+    unused, used = (file, folded) if rows * longest > FOLDED_BYTES else (folded, file)
+    unused.close()
+    return used
+
+
+def _longest_in_dictionary(file: pq.ParquetFile, group: int, names: list[str]) -> int:
+    """Return the bytes of the longest string in the dictionaries of a row group; 0 if it cannot be read."""
+    try:
+        first = next(file.iter_batches(batch_size=1, row_groups=[group], columns=names), None)
+    except (pa.ArrowException, OSError):  # which reading the rows will say
+        return 0
+    folded = [column for column in first.columns if is_folded(column)] if first is not None else []
+    return max((int(text_bytes(column.dictionary).max(initial=0)) for column in folded), default=0)
+
+
+def _folded(file: pq.ParquetFile) -> Iterator[tuple[int, pq.ColumnChunkMetaData]]:
+    """Yield the chunks whose text is stored as a dictionary, at least at first, with the numbers of their groups."""
+    for number, group in enumerate(map(file.metadata.row_group, range(file.metadata.num_row_groups))):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in encoding for encoding in chunk.encodings):
+                yield number, chunk
+
+
+def _is_nested(chunk: pq.ColumnChunkMetaData) -> bool:
+    """Return whether a chunk is inside another column; pyarrow reads no dictionaries there."""
+    return "." in chunk.path_in_schema
 
 
 def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
@@ -82,13 +127,14 @@ def _documents(
     rest = without_text(options.fields) if options.keep else None
     try:
         for table in tables:
-            batch = Batch()
             texts = root_columns(options.fields, table.schema.names)[0]
-            for row in _rows(_without_nanoseconds(table), texts):
-                number += 1
-                if _add(batch, number, row, take, reject) and rest is not None:
-                    batch.rests.append(rest(row))
-            yield batch, number / max(1, rows)
+            for piece in unfolded(table, f"{path}, after row {number}"):
+                batch = Batch()
+                for row in _rows(_without_nanoseconds(piece), texts):
+                    number += 1
+                    if _add(batch, number, row, take, reject) and rest is not None:
+                        batch.rests.append(rest(row))
+                yield batch, number / max(1, rows)
     except pa.ArrowMemoryError as error:  # an ArrowException too
         raise MemoryError(str(error)) from None
     except (pa.ArrowException, OSError) as error:
@@ -159,7 +205,9 @@ def _rows_per_batch(file: pq.ParquetFile, columns: list[str]) -> int:
             column = row_group.column(i)
             if column.path_in_schema.split(".")[0] in columns:
                 wanted += column.total_uncompressed_size
-    return max(1, min(65536, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
+    nested = [chunk.total_uncompressed_size for _, chunk in _folded(file) if _is_nested(chunk)]
+    most = max(FEWEST_ROWS, FOLDED_BYTES // max(nested)) if nested else 65536
+    return max(1, min(65536, most, BATCH_BYTES * metadata.num_rows // max(1, wanted)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,8 @@ Backend = Literal["auto", "fastokens", "tokenizers"]
 # Names under which published tokenizers keep their end-of-document token, most specific first.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
+LARGEST_ID = 2**24
+"""fastokens keeps a table with a row for each id up to the largest."""
 OLDEST_FASTOKENS = "0.3.5"
 """Ids of version 0.3.2 could depend on the text that was encoded before."""
 
@@ -225,6 +228,11 @@ def load_tokenizer(
         raise TokenizerError(
             f"{path}: has BPE dropout, so the same text gives different ids each time: set model.dropout to null"
         )
+    ids = [(token["content"], token["id"]) for token in data.get("added_tokens") or []]  # the library ignores these
+    ids += reference.get_vocab(with_added_tokens=True).items()
+    token, largest = max(ids, key=itemgetter(1), default=("", 0))
+    if largest > LARGEST_ID:
+        raise TokenizerError(f"{path}: the token {token!r} has the id {largest}; ids are at most {LARGEST_ID}")
     eod_id, eod_token = _find_eod(reference, eod, path)
     return Tokenizer(str(name), hashlib.sha256(content).hexdigest(), eod_id, eod_token, content, backend)
 
@@ -264,7 +272,7 @@ def _find_file(name: str | os.PathLike[str], revision: str | None) -> Path:
 def _parse(content: bytes, path: Path) -> dict[str, Any]:
     try:
         data = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not a tokenizer.json: {error}") from None
     if not isinstance(data, dict) or "model" not in data:
         raise TokenizerError(
@@ -300,7 +308,7 @@ def _configured_eos(path: Path) -> tuple[str, ...]:
     """Return the eos_token of the tokenizer_config.json in the same folder, if any."""
     try:
         token = json.loads((path.parent / "tokenizer_config.json").read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ()
     token = token.get("content") if isinstance(token, dict) else token
     return (token,) if isinstance(token, str) else ()

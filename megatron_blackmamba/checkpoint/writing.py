@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.engine.parts import saving
+from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.parent import die_with_parent
 
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -160,7 +161,7 @@ def reason(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    if "inline_container" in str(error):  # torch reports positions in the file, not the disk's answer
-        return "the file could not be written whole, as on a full disk or beyond a quota"
+    if atomic.hides_failed_write(error):
+        return f"the file {atomic.NOT_WHOLE}"
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(error).__name__

@@ -220,7 +220,7 @@ def _documents(file: Path, content: bytes) -> list[Numbered]:
 def _document(where: str, line: bytes) -> dict[str, Any]:
     try:
         document = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EvaluationError(f"{where}: not JSON: {error}. Copy it again") from None
     if not isinstance(document, dict):
         raise EvaluationError(f"{where}: not a JSON object")

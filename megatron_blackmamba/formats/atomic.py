@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_blackmamba import interrupts
+from megatron_blackmamba.formats import leftovers
+
+NOT_WHOLE = "could not be written whole, as on a full disk or beyond a quota"
+"""What is known of a failed write of a library that hides the disk's answer."""
 
 
 @contextlib.contextmanager
@@ -18,7 +22,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     if path.is_dir():  # . and / too, which have no name
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    temporary = leftovers.beside(path)
     try:
         with interrupts.unfinished(temporary):
             with open(temporary, "wb") as file:
@@ -31,7 +35,19 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno:  # a full disk is noticed by calls that do not name the file
             error.filename, error.filename2 = str(path), None
+        elif hides_failed_write(error):
+            raise OSError(errno.ENOSPC, NOT_WHOLE, str(path)) from error
         raise
+
+
+def hides_failed_write(error: BaseException) -> bool:
+    """Return whether an error is a failed write of torch, numpy or a library in Rust, which give no errno."""
+    if isinstance(error, OSError):
+        return not error.errno and "requested and" in str(error)  # numpy's tofile
+    causes = [error.__cause__, *getattr(error, "failures", {}).values()]  # the latter: torch's CheckpointException
+    inner = [cause[0] if isinstance(cause, tuple) else cause for cause in causes if cause is not None]
+    told = any(words in str(error) for words in ("inline_container", "(os error 28)", "(os error 122)"))
+    return told or any(isinstance(each, BaseException) and hides_failed_write(each) for each in inner)
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:

@@ -113,7 +113,7 @@ def branches_of(trunk: RunFolder) -> list[tuple[Path, int]]:
         try:
             content = json.loads(path.read_bytes())
             found.append((Path(content["run"]), int(content["step"])))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
     return found
 

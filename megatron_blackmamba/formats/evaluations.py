@@ -117,7 +117,7 @@ def read_evaluation(path: Path) -> Evaluation:
         return Evaluation(content["model"], content["step"], tuple(map(_result, content["results"])))
     except EvaluationFileError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EvaluationFileError(
             f"{path}: not a file of scores ({type(error).__name__}: {error}). Move it away to score again"
         ) from None

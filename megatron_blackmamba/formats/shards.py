@@ -204,7 +204,7 @@ def _refuse_other_version(path: Path, content: bytes) -> None:
     """Refuse a newer format version before looking for unknown keys."""
     try:
         version = json.loads(content).get("format_version", FORMAT_VERSION)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return
     if version != FORMAT_VERSION:
         raise ShardError(

@@ -127,7 +127,7 @@ def _from_file(path: Path | None) -> Iterator[str]:
             continue
         try:
             text = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise GenerationError(f'{path}: line {number} has no "prompt" with a text')

@@ -23,8 +23,9 @@ def average(models: Sequence[Canonical], weights: Sequence[float] | None = None)
     shares = _shares(weights or [1.0] * len(models), len(models))
     first, *others = models
     for other in others:
-        changed = {key for key, value in function_of(first.config).items() if function_of(other.config)[key] != value}
-        if changed or other.entries.keys() != first.entries.keys():
+        mine, its = function_of(first.config), function_of(other.config)
+        changed = {key for key in mine | its if mine.get(key) != its.get(key)}
+        if changed or _shapes(other) != _shapes(first):
             names = ", ".join(f"model.{key}" for key in sorted(changed)) or "parameters"
             raise InterchangeError(f"{other.source}: has other {names} than {first.source}: an average means nothing")
         if _tokenizer(first) != _tokenizer(other):
@@ -51,6 +52,10 @@ def newest(run: Path, count: int) -> list[Path]:
             f"{run}: has {len(found)} checkpoints ({kept}), not {count}. checkpoint.keep_last says how many a run keeps"
         )
     return found[-count:]
+
+
+def _shapes(model: Canonical) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in model.entries.items()}
 
 
 def _shares(weights: Sequence[float], count: int) -> list[float]:

@@ -246,6 +246,7 @@ def import_hf(
     [dim]blackmamba import hf TinyLlama_v1.1 checkpoints/upcycled --experts 8[/dim]
     """
     from megatron_blackmamba.interchange import convert
+    from megatron_blackmamba.interchange.hub import local_folder
     from megatron_blackmamba.interchange.open import config_of_export, open_export
 
     if config_only:
@@ -257,12 +258,13 @@ def import_hf(
         atomic.write_text(out, model_to_yaml(config_of_export(source)))
         print(f"{out}: name it after a run's file, as in blackmamba plan RUN {out}")
         return
+    source = local_folder(source)
     model = _with_tokenizer(open_export(source), tokenizer)
     if experts is not None:
         from megatron_blackmamba.interchange.upcycle import upcycled
 
         model = upcycled(model, experts, top_k)
-    _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify})
+    _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify, "original": source})
 
 
 @import_app.command("zyphra")
@@ -358,7 +360,8 @@ def verify(
     """Compare an export with the checkpoint that it came from: every weight, and the outputs for the same tokens.
 
     The installed transformers loads the export and runs its code, in a process of its own. Without --against, its
-    outputs are compared with those of our modules on the same weights.
+    outputs are compared with those of our modules on the same weights. It notes code that is not this version's, and
+    ids and settings of generation; it does not read README.md and other files.
 
     [dim]blackmamba verify exports/blackmamba_1.5b --against runs/blackmamba_1.5b/checkpoints/step_00010000[/dim]
 

@@ -1,5 +1,6 @@
 """Whole conversions: read, write beside the target, compare, and only then give the target its name."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 from megatron_blackmamba.formats.atomic import atomic_file
 from megatron_blackmamba.interchange import hf, megatron, native, parallel, parity, witness, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite, main_depth, watched
-from megatron_blackmamba.interchange.folder import new_folder
+from megatron_blackmamba.interchange.folder import new_folder, take_over
 from megatron_blackmamba.interchange.native import llama_cpp
 from megatron_blackmamba.interchange.observation import Comparison
 
@@ -75,6 +76,7 @@ def to_gguf(
     """Write the file that llama.cpp and Ollama load; refuse a model or a tokenizer that they do not run."""
     if Path(out).exists():
         raise InterchangeError(f"{out}: already there; name a file that does not exist")
+    take_over(Path(os.path.abspath(out)))
     with atomic_file(out) as file:
         llama_cpp.write(watched(finite(main_depth(model)), watch), Path(file.name), precision, Path(out).stem)
 
@@ -101,15 +103,27 @@ def to_checkpoint(
     dtype: torch.dtype | None = None,
     verify: bool = True,
     watch: Watch = ignore,
+    original: Path | None = None,
 ) -> Comparison | None:
-    """Write a checkpoint to `out`, for `start.from`; fp16 weights become fp32 without loss."""
+    """Write a checkpoint to `out`, for `start.from`; fp16 weights become fp32 without loss.
+
+    original: The folder that the model was read from, for transformers to run if it has a class for it.
+    """
     stored = torch.float32 if model.dtype == torch.float16 else model.dtype
-    model = cast(model, dtype or stored)
+    converted = cast(model, dtype or stored)
     with new_folder(out) as folder:
-        megatron.write(watched(finite(model), watch), folder)
+        megatron.write(watched(finite(converted), watch), folder)
         if not verify:
             return None
-        return parity.check(named(megatron.read(folder), out), model)
+        back = named(megatron.read(folder), out)
+        try:
+            if original is None or not native.in_transformers(original):
+                raise witness.NoWitnessError("transformers does not read these files by itself")
+            parity.same_weights(back, converted)
+            return witness.check_import(replace(model, config=back.config), original)
+        except witness.NoWitnessError as reason:
+            comparison = parity.check(back, converted)
+            return replace(comparison, reader=f"{comparison.reader}, since {reason}") if original else comparison
 
 
 def named(model: Canonical, source: Path) -> Canonical:

@@ -37,6 +37,8 @@ def read(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
 
 def _read_shards(index: Path) -> dict[str, Entry]:
     weight_map = need(read_json(index), "weight_map", index)
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InterchangeError(f"{index}: weight_map is not an object that names a file for each tensor")
     entries: dict[str, Entry] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:

@@ -38,7 +38,7 @@ def _one(folder: RunFolder, step: int, out: Path, export: Export) -> None:
     """Export one checkpoint, protected from removal; report an unusable one and go on with the next."""
     checkpoint = folder.checkpoint(step)
     target = out / checkpoint.name
-    for unfinished in out.glob(f".{target.name}.*.tmp"):  # of a killed call
+    for unfinished in out.glob(f".{target.name}.????????.tmp"):  # of a killed call of an earlier version
         shutil.rmtree(unfinished)
     if target.exists():
         return

@@ -22,7 +22,7 @@ from megatron_blackmamba.interchange.canonical import (
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.kinds import attention, kinds_in, mamba2, unread_keys
 
 MODELING_FILES = (
     "cache_blackmamba.py",
@@ -43,6 +43,7 @@ INDEX = files.index_of(files.SAFETENSORS)
 PREFIX = "model."  # of every parameter, before its canonical name
 LM_HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 4 * 10**9
 
 # A field of config.json, and where it lives in ModelConfig.
@@ -61,6 +62,13 @@ _SAME = {
     "logit_softcap": "logit_softcap",
 }
 
+
+_DERIVED: Mapping[str, Callable[[ModelConfig], Any]] = {
+    "head_dim": attention.head_dim,
+    "attention_multiplier": lambda config: attention.head_dim(config) ** -0.5,
+    "mamba2_heads": lambda config: mamba2.sizes(config)[1],
+}
+"""Fields whose default follows from others, and that default."""
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 """Granite's names of model.multipliers. They contain what a width transfer adds, which an export does not know."""
@@ -191,16 +199,16 @@ def multipliers(config: ModelConfig) -> dict[str, float]:
 
 
 def function_of(config: ModelConfig) -> dict[str, Any]:
-    """Return what decides the outputs of given weights: the fields of config.json but for those that only train."""
-    fields = to_json(config, 0, torch.float32)
-    for name in ("initializer_range", "router_kind", "router_options"):
-        fields.pop(name, None)
-    return fields
+    """Return what decides the outputs of given weights, by our keys or the fields of config.json that have none.
 
-
-def exported_fields() -> list[str]:
-    """Return the fields of ModelConfig that an export carries."""
-    return [*_SAME.values(), "dt_rank", "pattern", "multipliers"]
+    Values that follow from others are written out. Sizes that no layer reads are left out, and so is `expand`, which
+    shapes tell.
+    """
+    unread = {theirs for theirs, ours in _SAME.items() if ours in unread_keys(config.pattern)}
+    ignored = unread | {"initializer_range", "router_kind", "router_options", "dt_rank", "expansion_factor"}
+    fields = {name: value for name, value in to_json(config, 0, torch.float32).items() if name not in ignored}
+    fields |= {name: value(config) for name, value in _DERIVED.items() if fields.get(name, 0) is None}
+    return {_SAME.get(name, name): value for name, value in fields.items()}
 
 
 def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
@@ -236,10 +244,9 @@ def _canonical_names(entries: dict[str, Entry], folder: Path, tied: bool) -> dic
 
 def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
     """Write tokenizer files that every transformers version loads; return the special ids for the configs."""
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        return dict.fromkeys(ids)
+        return dict.fromkeys(SPECIAL_IDS)
     tokenizer.save(folder / "tokenizer.json")
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eod_token)
     bounded = any(kind.rotary for kind in kinds_in(model.config.pattern))  # a recurrence has no longest sequence
@@ -255,4 +262,4 @@ def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
         },
     )
     write_json(folder / "special_tokens_map.json", special)
-    return dict.fromkeys(ids, tokenizer.eod_id)
+    return dict.fromkeys(SPECIAL_IDS, tokenizer.eod_id)

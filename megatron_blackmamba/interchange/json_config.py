@@ -12,6 +12,9 @@ from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.kinds import LayerKind, all_kinds, kinds_in, layers_of
 
+MOST_LAYERS, MOST_EXPERTS, LONGEST_ENTRY = 10_000, 2**20, 40
+"""Bounds far above any model: a few bytes of a file may describe more names than memory holds."""
+
 
 def layer_list(config: ModelConfig) -> list[str]:
     """Return the pattern `ME…` as `["r", "8", …]`."""
@@ -27,7 +30,10 @@ def model_config(fields: dict[str, Any], content: dict[str, Any], path: Path, na
             f"{path}: num_layers is {content['num_layers']}, mamba_moe_layers has {len(pattern)} entries"
         )
     for kind in kinds_in(pattern):
-        of_layers |= kind.imported_fields(content)
+        try:
+            of_layers |= kind.imported_fields(content)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InterchangeError(f"{path}: a field of {kind.name} layers cannot be read: {error}") from None
     return validated({**fields, **of_layers, "pattern": pattern}, path, names)
 
 
@@ -40,6 +46,10 @@ def validated(fields: Mapping[str, Any], path: Path, names: Mapping[str, str]) -
         name = ".".join(map(str, first["loc"])) or "the config"
         theirs = next((theirs for theirs, ours in names.items() if ours == name), name)
         raise InterchangeError(f"{path}: {theirs}: {first['msg']}") from None
+    if (experts := sum(kind.routed for kind in layers_of(model.pattern)) * model.experts) > MOST_EXPERTS:
+        raise InterchangeError(
+            f"{path}: describes {experts:,} experts in all its layers; at most {MOST_EXPERTS:,} convert"
+        )
     if problem := problem_of_model(model):
         raise InterchangeError(f"{path}: {problem[1]}")
     return model
@@ -47,7 +57,9 @@ def validated(fields: Mapping[str, Any], path: Path, names: Mapping[str, str]) -
 
 def parse_layers(layers: Any, path: Path) -> tuple[str, dict[str, Any]]:
     """Return the pattern that `["r", "8", …]` means, and the config fields that its entries set."""
-    if not isinstance(layers, list) or not layers:
+    if isinstance(layers, list) and layers:
+        layer_count(len(layers), "the length of mamba_moe_layers", path)
+    else:
         raise InterchangeError(f"{path}: mamba_moe_layers is a list with an entry a layer, not {layers!r}")
     pattern = ""
     fields: dict[str, Any] = {}
@@ -65,11 +77,11 @@ def parse_layers(layers: Any, path: Path) -> tuple[str, dict[str, Any]]:
 
 def _imported(entry: str, path: Path) -> tuple[LayerKind, Mapping[str, Any]]:
     for kind in all_kinds():
-        means = kind.imported(entry)
+        means = kind.imported(entry) if len(entry) < LONGEST_ENTRY else None
         if means is not None:
             return kind, means
     forms = " or ".join(kind.entry for kind in all_kinds() if kind.entry)
-    raise InterchangeError(f"{path}: mamba_moe_layers: an entry is {forms}, not {entry!r}")
+    raise InterchangeError(f"{path}: mamba_moe_layers: an entry is {forms}, not {entry[:LONGEST_ENTRY]!r}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -77,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise InterchangeError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InterchangeError(f"{path}: not readable JSON: {error}") from None
     if not isinstance(content, dict):
         raise InterchangeError(f"{path}: holds a {type(content).__name__}, not an object")
@@ -88,6 +100,13 @@ def whole_number(value: Any, name: str, path: Path) -> int:
     """Return a value that is computed with; refuse what is no whole number above 0."""
     if not isinstance(value, int) or value < 1:
         raise InterchangeError(f"{path}: {name} is {value!r}, not a whole number above 0")
+    return value
+
+
+def layer_count(value: Any, name: str, path: Path) -> int:
+    """Return a number of layers; refuse one that no model has before anything is made of it."""
+    if not isinstance(value, int) or not 0 < value <= MOST_LAYERS:
+        raise InterchangeError(f"{path}: {name} is {value!r}, not a number of layers from 1 to {MOST_LAYERS:,}")
     return value
 
 

@@ -9,6 +9,7 @@ folder is removed.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
     def prepare() -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         for left_over in out.parent.glob(".step_*"):
-            shutil.rmtree(left_over)
+            if re.fullmatch(r"\.step_\d+\.(tmp|old)", left_over.name):  # this run's, not those of an `export hf`
+                shutil.rmtree(left_over)
         free = shutil.disk_usage(out.parent).free
         if free < whole.bytes:
             needed = f"an export takes {whole.bytes / 1e9:.3g} GB"

@@ -11,6 +11,8 @@ from torch import Tensor
 TIE = 1e-4
 """What a router chooses by, closer than this, is a tie: rounding may send the token to either expert, and both are
 right."""
+CLOSE = 1e-4
+"""Largest difference of logits that rounding explains, as a part of the largest logit."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ class Comparison:
     """Tokens that the other model wrote, greedily."""
     same_written: int = 0
     """Those of them that are the first model's best too."""
-    reader: str = ""
-    """The tool that ran the other model, if not this package."""
+    reader: str = "this package alone"
+    """The tool that ran the other model."""
 
     @property
     def agrees(self) -> bool:
-        close = self.largest_difference <= 1e-4 * max(1.0, self.largest_logit)
+        close = self.largest_difference <= CLOSE * max(1.0, self.largest_logit)
         same = self.same_top1 == self.tokens and self.same_written == self.written
         return close and same and self.differing_decisions == 0 and self.tokens > 0
 
@@ -79,16 +81,16 @@ class Comparison:
         if self.written:
             text += f", same greedy token {self.same_written}/{self.written}"
         text += f", {self.ties} tokens after a tie set aside" if self.ties else ""
-        return text + (f" (loaded by {self.reader})" if self.reader else "")
+        return f"{text} (loaded by {self.reader})"
 
 
 def compare(one: Observation, other: Observation, steps_BNV: Tensor | None = None) -> Comparison:
-    """Compare two models on the same tokens.
+    """Compare two models on the same tokens; the other one may not tell its experts.
 
     steps_BNV: the logits from which the other model wrote the last N tokens greedily, computed step by step.
     """
     kept_BS = _before_ties(one, other)
-    differing = sum(int((a.differs(b) & kept_BS).sum()) for a, b in zip(one.routers, other.routers, strict=True))
+    differing = sum(int((a.differs(b) & kept_BS).sum()) for a, b in zip(one.routers, other.routers, strict=False))
     differences = [_difference(one.logits_BSV, other.logits_BSV, kept_BS)]
     top1 = _is_best(one.logits_BSV, other.logits_BSV.argmax(dim=-1)) & kept_BS
     written = same_written = 0
@@ -104,7 +106,7 @@ def compare(one: Observation, other: Observation, steps_BNV: Tensor | None = Non
         largest_difference=max(differences),
         largest_logit=float(one.logits_BSV.abs().max()),
         same_top1=int(top1.sum()),
-        decisions=tokens * len(one.routers),
+        decisions=tokens * len(other.routers),
         differing_decisions=differing,
         ties=kept_BS.numel() - tokens,
         written=written,
@@ -122,9 +124,19 @@ def _difference(one_BSV: Tensor, other_BSV: Tensor, kept_BS: Tensor) -> float:
 def _before_ties(one: Observation, other: Observation) -> Tensor:
     """Return the tokens before the first one routed differently at a tie, which affects all later ones."""
     tied_BS = torch.zeros(one.logits_BSV.shape[:2], dtype=torch.bool)
-    for a, b in zip(one.routers, other.routers, strict=True):
-        tied_BS |= a.differs(b) & (torch.minimum(a.margin_BS, b.margin_BS) < TIE)
+    if other.routers:
+        for a, b in zip(one.routers, other.routers, strict=True):
+            tied_BS |= a.differs(b) & (torch.minimum(a.margin_BS, b.margin_BS) < TIE)
+    else:
+        for router in one.routers:
+            tied_BS |= router.margin_BS < TIE
+        other_BS = (one.logits_BSV - other.logits_BSV).abs().amax(dim=-1) > _allowed(one)
+        tied_BS &= other_BS.flip(1).cumsum(dim=1).flip(1) > 0  # it went another way if this token or a later differs
     return tied_BS.cumsum(dim=1) == 0
+
+
+def _allowed(one: Observation) -> float:
+    return CLOSE * max(1.0, float(one.logits_BSV.abs().max()))
 
 
 def _is_best(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:

@@ -1,32 +1,39 @@
 """Load an export as its users do, in a process of its own: transformers, torch, and no code of ours but the folder's.
 
-    python -m megatron_blackmamba.interchange.transformers_process FOLDER QUESTION ANSWER
+    python -m megatron_blackmamba.interchange.transformers_process FOLDER QUESTION ANSWER [own]
 
 QUESTION is a safetensors file with `prompts`, token ids `[B, S]`, and `text`, bytes. ANSWER gets the prompts with what
 the model wrote behind them, the logits of each step of writing, the logits and experts of one pass over all these
 tokens, and the text's token ids. The last line of the output is JSON: the version of transformers, and any error.
+
+own: Read the prompts only, with the class of transformers itself; code in the folder does not run.
 """
 
 import json
 import os
 import sys
 import traceback
+from typing import Any
 
 NEW_TOKENS = 8
 """Number of tokens that the model writes behind each prompt, with its cache."""
 
 
-def answer(folder: str, question: str, destination: str) -> None:
+def answer(folder: str, question: str, destination: str, code: str = "the folder's") -> None:
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     asked = load_file(question)
     prompts, text = asked["prompts"], bytes(asked["text"].tolist()).decode()
-    with open(os.path.join(folder, "config.json")) as file:
-        own_code = "auto_map" in json.load(file)
-    kind = {"trust_remote_code": True} if own_code else {"torch_dtype": torch.float32}  # before anything is rounded
-    model = AutoModelForCausalLM.from_pretrained(folder, **kind).float().eval()
+    config = config_of(folder)
+    own_code = "auto_map" in config and code != "own"
+    kind = {"trust_remote_code": True} if own_code else {"torch_dtype": torch.float32, "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(folder, **kind).float().eval()  # fp32 before anything is rounded
+    if code == "own":
+        with torch.inference_mode():
+            save_file({"tokens": prompts, "logits": model(prompts).logits.float().contiguous()}, destination)
+        return
     greedy = GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
     )
@@ -43,12 +50,25 @@ def answer(folder: str, question: str, destination: str) -> None:
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, destination)
 
 
+def config_of(folder: str) -> dict[str, Any]:
+    with open(os.path.join(folder, "config.json")) as file:
+        config: dict[str, Any] = json.load(file)
+    return config
+
+
 def main() -> int:
     told: dict[str, str] = {}
     try:
         from transformers import __version__
 
         told["version"] = __version__
+        if sys.argv[4:] == ["own"]:
+            from transformers import CONFIG_MAPPING
+
+            kind = config_of(sys.argv[1])["model_type"]
+            if kind not in CONFIG_MAPPING:
+                told["no_class"] = kind
+                raise KeyError(kind)
         answer(*sys.argv[1:])
     except Exception as error:  # any: it is the user's tool that fails
         traceback.print_exc()

@@ -54,13 +54,10 @@ def verify(export: Path, against: Path | None = None, check: witness.Check = "fu
 
 
 def _same_config(ours: Canonical, theirs: Canonical) -> None:
-    mine, its = (
-        config.model_dump() | {"dt_rank": config.dt_rank_or_default, "multipliers": hf.multipliers(config)}
-        for config in (ours.config, theirs.config)
-    )
-    fields = [name for name in hf.exported_fields() if mine[name] != its[name]]
+    mine, its = hf.function_of(ours.config), hf.function_of(theirs.config)
+    fields = [name for name in mine | its if mine.get(name) != its.get(name)]
     if fields:
-        told = "; ".join(f"model.{name} is {its[name]}, not {mine[name]}" for name in fields)
+        told = "; ".join(f"model.{name} is {its.get(name)}, not {mine.get(name)}" for name in fields)
         raise InterchangeError(f"{theirs.source}: not the model of {ours.source}: {told}")
 
 
@@ -71,15 +68,24 @@ def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
         notes.append(f"{its} differs from {mine}")
     if mine is not None and (export / CONFIG).is_file() and "model_type" in read_json(export / CONFIG):
         notes += _generation_notes(ours, theirs, export)
-    for name in hf.MODELING_FILES:
-        file = export / name
-        if file.is_file() and file.read_bytes() != (resources.files("megatron_blackmamba.hf") / name).read_bytes():
+    return notes + _code_notes(export)
+
+
+def _code_notes(export: Path) -> list[str]:
+    """Return what differs from the code files of this version: transformers runs all that the folder has."""
+    notes = []
+    for name in hf.MODELING_FILES if hf.code_files(export) else ():
+        file, ours = export / name, resources.files("megatron_blackmamba.hf") / name
+        if not file.is_file():
+            notes.append(f"{file} is missing: blackmamba export refresh {export}")
+        elif file.read_bytes() != ours.read_bytes():
             notes.append(f"{file} is not this version's: blackmamba export refresh {export}")
-    return notes
+    others = sorted(path for path in export.rglob("*.py") if path.name not in hf.MODELING_FILES)
+    return notes + [f"{path} is code of somebody else. Read it before you load the export" for path in others]
 
 
 def _generation_notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
-    """Return what makes transformers read or end texts otherwise than the source's tokenizer says."""
+    """Return what makes transformers read, write or end texts otherwise than the source's tokenizer says."""
     tokenizer = tokenizer_of(ours)
     if tokenizer is None:
         return []
@@ -90,4 +96,7 @@ def _generation_notes(ours: Canonical, theirs: Canonical, export: Path) -> list[
         ends = read_json(path).get("eos_token_id") if path.is_file() else tokenizer.eod_id
         if tokenizer.eod_id not in (ends if isinstance(ends, list) else [ends]):
             notes.append(f"{path}: eos_token_id is {ends}, but a document ends with {tokenizer.eod_id}")
-    return notes
+    generation = export / "generation_config.json"
+    written = {*hf.SPECIAL_IDS, "_from_model_config", "transformers_version"}
+    more = sorted(read_json(generation).keys() - written) if generation.is_file() else []
+    return [*notes, f"{generation}: sets {', '.join(more)} too, which change how texts are written"] if more else notes

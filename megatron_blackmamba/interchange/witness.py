@@ -1,7 +1,8 @@
-"""Check an export with the tool that it is for: another process loads the folder with the installed transformers.
+"""Check conversions with another tool: another process loads a folder of transformers with the installed version.
 
-That process compares nothing. It returns logits, experts and eight greedy tokens a prompt, written with its cache. Our
-megatron-core modules then read the same tokens: all logits must agree, and each greedy token must be our best.
+The folder is an export, or the source of an import. That process compares nothing. It returns logits, experts and, of
+an export, eight greedy tokens a prompt, written with its cache. Our megatron-core modules then read the same tokens:
+all logits must agree, and each greedy token must be our best.
 
 Shapes: B batch, S sequence, N written tokens, V vocabulary, K experts of a token.
 """
@@ -11,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_blackmamba.formats import leftovers
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.interchange import hf, native, parity, through_megatron
 from megatron_blackmamba.interchange.canonical import Canonical, shapes, tokenizer_of
@@ -42,7 +43,11 @@ ENVIRONMENT = {
 
 
 class WitnessError(parity.ParityError):
-    """The installed transformers does not load an export, or its answers are not the source's."""
+    """The installed transformers does not load a folder, or its answers are others than ours."""
+
+
+class NoWitnessError(WitnessError):
+    """The installed transformers cannot load a folder, whatever is in it; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Answer:
     tokens_BS: Tensor
     """The prompts, and the tokens written behind each."""
     observation: Observation
-    steps_BNV: Tensor
-    """The logits from which each of the N tokens was chosen, computed with the cache."""
+    steps_BNV: Tensor | None
+    """The logits from which each of the N tokens was chosen, computed with the cache; None: nothing was written."""
     text: list[int] | None
     """Token ids of the probe text, if the folder has a tokenizer."""
 
@@ -72,15 +77,17 @@ def require_memory(model: Canonical, check: Check) -> None:
 def check(model: Canonical, export: Path, how: Check = "full") -> Comparison:
     """Compare a model with its export, loaded by the installed transformers; mark an export that fails."""
     mark = export / MARK
-    with tempfile.TemporaryDirectory(prefix="blackmamba-check-") as temporary:
+    with leftovers.scratch("blackmamba-check") as temporary:
         folder = export
         if how == "short":
-            model, folder = first_layers(model), Path(temporary) / "first_layers"
+            model, folder = first_layers(model), temporary / "first_layers"
             (native if native.is_native(export) else hf).write(model, folder)
             for file in (*hf.code_files(export), *export.glob("tokenizer*.json")):
                 shutil.copyfile(file, folder / file.name)
         try:
-            comparison = _compared(model, ask(folder, model, Path(temporary)))
+            comparison = _compared(model, ask(folder, model, temporary))
+            if not comparison.agrees:
+                raise WitnessError(f"its weights are those of {model.source}, its outputs are not: {comparison}")
         except WitnessError as error:
             told = str(error).replace(str(folder), str(export))
             write_text(mark, f"{told}\n\n{getattr(error, 'traceback', '')}")
@@ -90,15 +97,36 @@ def check(model: Canonical, export: Path, how: Check = "full") -> Comparison:
     return comparison
 
 
-def ask(folder: Path, model: Canonical, scratch: Path) -> Answer:
-    """Return the answer of the installed transformers to the probe tokens of a model."""
+def check_import(model: Canonical, source: Path) -> Comparison:
+    """Compare a model with the folder that it was read from, run by transformers' own class, not by code in there."""
+    try:
+        require_memory(model, "full")
+    except WitnessError:
+        raise NoWitnessError("the whole model does not fit into the free memory") from None
+    with leftovers.scratch("blackmamba-check") as temporary:
+        try:
+            comparison = _compared(replace(model, tokenizer=None), ask(source, model, temporary, own=True))
+        except NoWitnessError:
+            raise
+        except WitnessError as error:
+            raise WitnessError(f"{source}: {error}. --no-verify imports it without this comparison") from None
+    if not comparison.agrees:
+        raise WitnessError(f"{source}: this package computes something else than its own class: {comparison}")
+    return comparison
+
+
+def ask(folder: Path, model: Canonical, scratch: Path, own: bool = False) -> Answer:
+    """Return the answer of the installed transformers to the probe tokens of a model.
+
+    own: It only reads them, by a class of its own.
+    """
     question, destination = scratch / "question.safetensors", scratch / "answer.safetensors"
     tokenizer = tokenizer_of(model)
-    text = parity.TEXT.encode() if tokenizer is not None else b""
+    text = parity.TEXT.encode() if tokenizer is not None and not own else b""
     save_file({"prompts": parity.probe_tokens(model), "text": torch.tensor(list(text), dtype=torch.uint8)}, question)
     module = "megatron_blackmamba.interchange.transformers_process"
     done = subprocess.run(
-        [sys.executable, "-m", module, str(folder.resolve()), str(question), str(destination)],
+        [sys.executable, "-m", module, str(folder.resolve()), str(question), str(destination), *(["own"] * own)],
         env=os.environ | ENVIRONMENT | {"HF_MODULES_CACHE": str(scratch / "modules")},
         capture_output=True,
         text=True,
@@ -106,19 +134,23 @@ def ask(folder: Path, model: Canonical, scratch: Path) -> Answer:
     )
     told = _last_line(done.stdout)
     version = told.get("version", "(not installed)")
+    if own and "version" not in told:
+        raise NoWitnessError("transformers is not installed")
+    if "no_class" in told:
+        raise NoWitnessError(f"transformers {version} has no class for {told['no_class']}")
     if done.returncode or "error" in told:
         reason = told.get("error") or f"its process ended with code {done.returncode}: {_last_words(done.stderr)}"
-        error = WitnessError(f"transformers {version} does not run this export: {reason}")
+        error = WitnessError(f"transformers {version} does not run {'it' if own else 'this export'}: {reason}")
         error.traceback = done.stderr  # type: ignore[attr-defined]
         raise error
     found = load_file(destination)
     choices = [found[name] for name in sorted((n for n in found if n.startswith("choices.")), key=_number)]
     routed = [i for i, kind in enumerate(layers_of(model.config.pattern)) if kind.routed]
     if native.is_native(folder):
-        routed = []  # which do not tell their experts
+        routed = []  # those do not tell their experts
     routers = [_router(layer, choice) for layer, choice in zip(routed, choices, strict=True)]
     written = found["text"].tolist() if "text" in found else None
-    return Answer(version, found["tokens"], Observation(found["logits"], routers), found["steps"], written)
+    return Answer(version, found["tokens"], Observation(found["logits"], routers), found.get("steps"), written)
 
 
 def first_layers(model: Canonical) -> Canonical:
@@ -136,13 +168,8 @@ def _compared(model: Canonical, answer: Answer) -> Comparison:
     if tokenizer is not None and answer.text != tokenizer.encode(parity.TEXT):
         raise WitnessError(f"transformers {answer.version} tokenizes a text otherwise than {model.tokenizer}")
     expected = through_megatron.observe(model, answer.tokens_BS)
-    if not answer.observation.routers:
-        expected = replace(expected, routers=[])
     comparison = compare(expected, answer.observation, answer.steps_BNV)
-    comparison = replace(comparison, reader=f"transformers {answer.version}")
-    if not comparison.agrees:
-        raise WitnessError(f"its weights are those of {model.source}, its outputs are not: {comparison}")
-    return comparison
+    return replace(comparison, reader=f"transformers {answer.version}")
 
 
 def _router(layer: int, choice: Tensor) -> Router:

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.serving.completion import Completion, Limits, Refused, accept, parse, require_model
+from megatron_blackmamba.serving.connections import Connections
 from megatron_blackmamba.serving.engine import Busy, Engine
 from megatron_blackmamba.serving.job import Failed, Written
 
@@ -79,10 +80,13 @@ def create_app(engine: Engine, settings: Settings) -> Starlette:
     return Starlette(routes=routes, middleware=[guard], exception_handlers=answers, lifespan=lifespan)
 
 
-def create_server(app: Starlette) -> uvicorn.Server:
+def create_server(app: ASGIApp, connections: Connections | None = None) -> uvicorn.Server:
     """Return the HTTP server; `run(sockets=[...])` serves until a signal or `should_exit`."""
+    connections = connections or Connections()
     config = uvicorn.Config(
-        app,
+        connections.watching(app),
+        http=connections.protocol,  # type: ignore[arg-type]
+        proxy_headers=False,  # a header cannot make a client another one
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -149,7 +149,7 @@ class MupConfig(Section):
     """Width transfer (µP): learning rates and initial values follow from those tuned on a narrower base model.
 
     The base model has the same keys, but its widths are smaller in proportion: hidden_size and the inner widths of
-    experts and MLPs.
+    experts and MLPs. Explicit sizes, such as attention.head_dim, are the same.
     """
 
     base_width: int | None = Field(None, gt=0, le=WIDEST)
@@ -280,11 +280,14 @@ class ModelConfig(Section):
 
     @property
     def base(self) -> "ModelConfig":
-        """Return the base model of a width transfer; of attention heads, it has as many as this one."""
+        """Return the base model of a width transfer; it has as many attention heads unless explicit ones are fewer."""
         inner = ("expert_hidden_size", "shared_expert_hidden_size", "mlp_hidden_size")
         sizes = {name: size for name in inner if (size := getattr(self, name))}
         scaled = {name: max(1, round(size * self.base_width / self.hidden_size)) for name, size in sizes.items()}
-        return self.model_copy(update={"hidden_size": self.base_width, **scaled})
+        attention = self.attention
+        if attention.head_dim and self.mup.base_heads:
+            attention = attention.model_copy(update={"heads": self.mup.base_heads})
+        return self.model_copy(update={"hidden_size": self.base_width, "attention": attention, **scaled})
 
     @property
     def attention_scale(self) -> float | None:
@@ -294,7 +297,7 @@ class ModelConfig(Section):
         """
         heads, scale = self.attention.heads, self.multipliers.attention
         channels, before = self.hidden_size / heads, self.base_width / (self.mup.base_heads or heads)
-        if channels == before:
+        if self.attention.head_dim or channels == before:
             return scale
         return (before**-0.5 if scale is None else scale) * before / channels
 

@@ -1,6 +1,7 @@
 """The config of a run: every section except `model:`, and checks of invalid combinations."""
 
 import math
+import unicodedata
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Literal
@@ -290,7 +291,7 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _a_folder_name(cls, name: str) -> str:
-        if not name or "/" in name or name.startswith((".", "-")) or "\0" in name:
+        if not name or "/" in name or name.startswith((".", "-")) or any(unicodedata.category(c) == "Cc" for c in name):
             raise ValueError(f"a run's name is the name of its folder; {name!r} cannot be one")
         if len(name.encode()) > LONGEST_NAME:
             raise ValueError(f"a run's name has at most {LONGEST_NAME} bytes; this one has {len(name.encode())}")

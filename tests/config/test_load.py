@@ -151,6 +151,8 @@ def test_missing_value_names_the_file_of_its_section(write):
         (["data.sequence_length=127", "parallel.tensor=2"], "sequence parallelism splits it"),
         (["kernels.scan=mamba_ssm", "parallel.context=2"], "kernels.scan=mamba_ssm takes no initial state"),
         (["name=a/b"], "'a/b'"),
+        ([r'name="a\nb"'], r"'a\nb' cannot be one"),
+        ([r'name="\e[31mred"'], r"'\x1b[31mred' cannot be one"),
         (["training.tokens=-1"], "training.tokens=-1"),
         (["model.pattern=M-"], "model.mlp_hidden_size"),
         (["model.pattern=MEM", "model.arrangement=parallel"], "the pattern has 3: make it even"),

@@ -76,6 +76,15 @@ def test_attention_scale_falls_with_the_channels_of_a_head():
     assert wide("model.multipliers.attention=0.3").model.attention_scale == pytest.approx(0.3 / 4)
 
 
+def test_explicit_heads_do_not_grow_wider():
+    given = ("model.attention.head_dim=16", "model.mup.base_heads=2")
+    assert wide(given[0]).model.attention_scale is None
+    assert wide(given[0], "model.multipliers.attention=0.3").model.attention_scale == 0.3
+    name = "decoder.layers.2.mixer.linear_proj.weight"  # whose inputs are the channels of all heads
+    growth = {more: groups.factors(name, wide(*more))[0] for more in ((), given[:1], given)}
+    assert growth == {(): 1 / 4, given[:1]: 1.0, given: 1 / 2}
+
+
 def test_an_export_stands_for_itself(tmp_path):
     model = wide("model.multipliers.logits=2", "model.multipliers.residual=0.5").model
     content = hf.to_json(model, 128, torch.float32)

@@ -77,6 +77,19 @@ def test_documents_leave_memory_as_soon_as_they_end(monkeypatch):
     assert [batch.texts for batch in lines.feed(b'{"text": "a"}\n{"te')] == [["a"]]
 
 
+@pytest.mark.parametrize("format", ["jsonl", "text"])
+def test_a_record_that_never_ends_is_refused(format, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST_RECORD", 100 << 20)
+    path = tmp_path / "endless.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(b'{"text": "so"}\n' if format == "jsonl" else b"")
+        for _ in range(120):
+            file.write(b"x" * (1 << 20))
+    number = 2 if format == "jsonl" else 1
+    with pytest.raises(InputError, match=f"endless.gz: record {number} is longer than 104,857,600 bytes"):
+        read(path, format)
+
+
 def test_a_large_text_without_marker_is_one_document(monkeypatch):
     monkeypatch.setattr(readers, "BATCH_BYTES", 10)
     parser = Text(ReadOptions(), lambda *bad: pytest.fail(str(bad)))

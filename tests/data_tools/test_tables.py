@@ -4,7 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_blackmamba.data_tools.readers import ReadOptions
+from megatron_blackmamba.data_tools import unfolding
+from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
 from megatron_blackmamba.data_tools.rejects import INVALID_UTF8, MISSING_FIELD, NOT_A_STRING, InputError
 from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.formats.shards import ShardManifest
@@ -140,3 +141,62 @@ def test_a_warc_file_says_what_to_use(tmp_path):
     (tmp_path / "a.warc.gz").touch()
     with pytest.raises(InputError, match=r"WARC files hold web pages.*WarcReader"):
         find_sources([str(tmp_path / "a.warc.gz")])
+
+
+ROWS, LONG = 65_536, "x" * 300_000  # 20 GB of text in less than a kilobyte
+FOLDED = {
+    "text": lambda folded: folded,
+    "nested": lambda folded: pa.StructArray.from_arrays([folded], ["text"]),
+    "list": lambda folded: pa.ListArray.from_arrays(pa.array(range(ROWS + 1), pa.int32()), folded),
+}
+
+
+@pytest.mark.parametrize("kind", FOLDED)
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_one_string_in_every_row_fills_no_memory(format, kind, tmp_path):
+    folded = pa.DictionaryArray.from_arrays(pa.array([1, None, *[0] * (ROWS - 2)], pa.int32()), pa.array([LONG, "so"]))
+    table, path = pa.table({"text": FOLDED[kind](folded)}), tmp_path / f"bomb.{format}"
+    if format == "arrow":
+        write_arrow(path, table)
+    else:
+        if kind != "text":  # pyarrow writes these plain
+            table = pa.table(
+                {
+                    "text": pa.array(
+                        table.column(0).combine_chunks().slice(0, 200).to_pylist(), table.schema.field(0).type
+                    )
+                }
+            )
+        pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=2**30)
+        assert path.stat().st_size < 10_000
+    field = {"text": "text", "nested": "text.text", "list": "text[]"}[kind]
+    rejected = []
+    batches = Reader(path, format, ReadOptions((field,)), lambda *record: rejected.append(record[:2])).batches()
+    first, second = next(batches), next(batches)
+    assert first.texts[0] == "so" and first.numbers[1] == 3 and rejected[0][0] == 2
+    assert sum(map(len, first.texts)) < 2**20 and {*second.texts} == {LONG} and len(second.texts) == 3
+    assert second.numbers[0] == first.numbers[-1] + 1
+    if format == "parquet" and kind != "text":
+        numbers = [number for batch in batches for number in batch.numbers]
+        assert numbers == [*range(second.numbers[-1] + 1, 201)]
+
+
+def test_a_row_beyond_the_bound_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(unfolding, "LONGEST_RECORD", 1000)
+    folded = pa.DictionaryArray.from_arrays(pa.array([1, 0], pa.int32()), pa.array(["x" * 600, "y"]))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), pa.concat_arrays([folded, folded.take([1, 1])]))
+    write_arrow(tmp_path / "long.arrow", pa.table({"text": lists}))
+    with pytest.raises(InputError, match=r"long.arrow, after row 0: a row holds 1,200 bytes of text"):
+        read(tmp_path / "long.arrow", "arrow", ReadOptions(("text[]",)))
+
+
+def test_text_bytes_count_every_occurrence():
+    strings = pa.array(["abc", None, "", "é"])
+    assert unfolding.text_bytes(strings).tolist() == [3, 0, 0, 2]
+    lists = pa.array([["ab", "c"], None, [], ["d", None]])
+    assert unfolding.text_bytes(lists).tolist() == unfolding.text_bytes(pa.concat_arrays([lists, lists])[4:]).tolist()
+    assert unfolding.text_bytes(lists).tolist() == [3, 0, 0, 1]
+    structs = pa.array([{"a": "ab", "b": 1}, None, {"a": None, "b": 2}])
+    assert unfolding.text_bytes(structs).tolist() == [2, 0, 0]
+    assert unfolding.text_bytes(strings.dictionary_encode()).tolist() == [3, 0, 0, 2]
+    assert unfolding.text_bytes(pa.array([None, None]).cast(pa.string()).dictionary_encode()).tolist() == [0, 0]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba import cli
 from megatron_blackmamba.interchange import megatron
 from megatron_blackmamba.interchange.average import average
-from megatron_blackmamba.interchange.canonical import InterchangeError, in_memory
+from megatron_blackmamba.interchange.canonical import InterchangeError, in_memory, shapes
 from megatron_blackmamba.interchange.open import open_model
 from tests.reference import tiny
 from tests.reference.canonical import canonical
@@ -55,10 +55,16 @@ def test_command_writes_a_checkpoint_that_opens(tmp_path):
         assert torch.equal(tensor, expected.entries[name].load()), name
 
 
+def random_weights(config):
+    return {name: torch.randn(shape) for name, shape in shapes(config).items()}
+
+
 def test_what_has_no_mean_is_refused(tmp_path):
     silu, gelu = canonical(tiny("silu")), canonical(tiny("gelu"))
     with pytest.raises(InterchangeError, match=r"has other model\.activation than"):
         average([silu, gelu])
+    with pytest.raises(InterchangeError, match="has other parameters than"):
+        average([silu, in_memory(wider := silu.config.model_copy(update={"expand": 3}), random_weights(wider))])
     with pytest.raises(InterchangeError, match="3 weights for 2 checkpoints"):
         average([silu, silu], [1, 2, 3])
     with pytest.raises(InterchangeError, match="none may be negative"):

@@ -57,6 +57,14 @@ def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_fi
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     (tmp_path / "exported" / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     assert "config.json: eos_token_id is 7, but a document ends with 0" in verified_notes(blackmamba)
+    generation = tmp_path / "exported" / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"temperature": 0.5, "do_sample": True}))
+    assert "generation_config.json: sets do_sample, temperature too" in verified_notes(blackmamba)
+    (tmp_path / "exported" / "cache_blackmamba.py").unlink()
+    (tmp_path / "exported" / "more").mkdir()
+    (tmp_path / "exported" / "more" / "helper.py").touch()
+    assert "cache_blackmamba.py is missing: blackmamba export refresh" in verified_notes(blackmamba)
+    assert "more/helper.py is code of somebody else" in verified_notes(blackmamba)
     with open(tmp_path / "exported" / "tokenizer.json", "a") as file:
         file.write("\n")
     assert "tokenizer.json differs from " in verified_notes(blackmamba)

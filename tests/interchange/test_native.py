@@ -1,8 +1,10 @@
 """Models of other families: transformers' own, randomly initialised, in and out again, without our code."""
 
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
-from megatron_blackmamba.interchange import convert, native, open
+from megatron_blackmamba.interchange import convert, hf, native, open, witness
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.hf import INDEX
 from tests.interchange.continued_probe import RUNS, STEPS
-from tests.interchange.native_grid import ODD, SIZES, differences, tensors, write_model
+from tests.interchange.native_grid import ODD, SIZES, differences, random_differences, tensors, write_model
+from tests.reference import tiny
+from tests.reference.canonical import canonical
 from tests.runtime.ranks import fork_script
 from tests.thorough import thorough
 
@@ -41,6 +45,13 @@ def back(theirs):
 def test_imported_model_computes_as_in_transformers(theirs, tmp_path):
     logits, gradients = differences(shutil.copytree(theirs, tmp_path / "model"))
     assert logits < 1e-5 and gradients < 1e-5
+
+
+@thorough
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("model_type", ODD)
+def test_random_models_compute_as_in_transformers(model_type, seed, tmp_path):
+    assert max(random_differences(model_type, seed, tmp_path / "model")) < 1e-5
 
 
 def test_bound_of_time_steps_is_imported(tmp_path):
@@ -141,6 +152,9 @@ def test_truncated_shards_and_nan_are_named_and_leave_nothing(theirs, tmp_path):
         ("granitemoehybrid", {"mamba_expand": "x"}, "mamba_expand is 'x', not a whole number above 0"),
         ("granitemoehybrid", {"layer_types": ["rnn"] * 3}, "layer_types has 'rnn'; a layer is one of"),
         ("granitemoehybrid", {"mamba_conv_bias": False}, "mamba_conv_bias is False; only True converts"),
+        ("nemotron_h", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; transformers then gives .* the weight 1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "with model.top_k=1 every weight is 1"),
+        ("granitemoehybrid", {"num_experts_per_tok": 1}, "with model.top_k=1 every weight is 1"),
         ("mixtral", {"sliding_window": 64}, "sliding_window is 64; only None converts"),
         ("mixtral", {"model_type": "falcon"}, "model_type is 'falcon'; import reads mamba, mamba2"),
     ],
@@ -151,6 +165,44 @@ def test_what_does_not_convert_is_named_by_key_and_value(model_type, changes, to
         write_model(model_type, folder)
     with pytest.raises(InterchangeError, match=rf"^{tmp_path}.*{told}"):
         native.read(changed(folder, tmp_path / "model", **changes))
+
+
+def test_import_is_checked_by_transformers_own_class(tmp_path, monkeypatch):
+    keys = {**SIZES, **ODD["nemotron_h"]}
+    folder = write_model("nemotron_h", tmp_path / "right", **keys)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('ran')")  # which an import never runs
+    dense = write_model("llama", tmp_path / "dense")
+    for source, more in ((folder, []), (dense, ["--dtype", "bf16", "--experts", "4"])):
+        told = CliRunner().invoke(app, ["import", "hf", str(source), str(tmp_path / f"good{len(more)}"), *more])
+        assert told.exit_code == 0, told.output
+        assert "top-1 agreement 128/128 (loaded by transformers 5" in told.output
+    monkeypatch.delattr(native.NemotronH, "imported")  # so that a weight is wrong which our two readers agree on
+    folder = write_model("nemotron_h", tmp_path / "wrong", **{**keys, "num_experts_per_tok": 1})
+    with pytest.raises(witness.WitnessError, match=r"wrong: this package computes something else .* difference \d"):
+        CliRunner().invoke(app, ["import", "hf", str(folder), str(tmp_path / "bad")], catch_exceptions=False)
+    assert not (tmp_path / "bad").exists()
+
+
+@pytest.mark.parametrize("reason", ["class", "memory", "export"])
+def test_import_says_when_transformers_was_not_asked(reason, tmp_path, monkeypatch):
+    keys = {**SIZES, **ODD["mamba"], "num_hidden_layers": 1}
+    if reason == "export":
+        hf.write(canonical(tiny("silu")), folder := tmp_path / "model")
+        expected = "transformers does not read these files by itself"
+    else:
+        folder = write_model("mamba", tmp_path / "model", **keys)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        (tmp_path / "sitecustomize.py").write_text(
+            "import transformers\ntransformers.CONFIG_MAPPING._mapping.pop('mamba')\n" if reason == "class" else ""
+        )
+        expected = r"transformers 5.* has no class for mamba"
+    if reason == "memory":
+        monkeypatch.setattr(witness.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+        expected = "the whole model does not fit into the free memory"
+    found = convert.to_checkpoint(open.open_export(folder), tmp_path / "out", original=folder)
+    assert re.search(rf"\(loaded by this package alone, since {expected}\)$", str(found))
 
 
 @pytest.mark.xdist_group("layouts")

@@ -94,3 +94,13 @@ def test_contents_are_synced_before_the_rename_and_the_name_after_it(tmp_path, m
         (temporary / "part").mkdir()
     before, after = [temporary.name], ["out"]
     assert synced == [(temporary, before), (temporary / "part", before), (tmp_path, after)]
+
+
+def test_a_tie_excuses_only_what_follows_it():
+    logits = torch.arange(12.0).view(1, 4, 3)
+    margin = torch.tensor([[1.0, 1e-6, 1.0, 1.0]])
+    one = Observation(logits, [Router(0, torch.zeros(1, 4, 1, dtype=torch.long), margin)])
+    untold = compare(one, Observation(logits + torch.tensor([0, 0, 1.0, 0])[None, :, None], []))
+    assert untold.agrees and (untold.tokens, untold.ties) == (1, 3)
+    assert compare(one, Observation(logits.clone(), [])).ties == 0
+    assert not compare(one, Observation(logits + torch.tensor([1.0, 0, 0, 0])[None, :, None], [])).agrees

@@ -37,6 +37,38 @@ def test_removed_run_folder_is_made_again(waiting, tmp_path):
     assert run.lock.exists() and run.checkpoint(8).is_dir()
 
 
+def test_renamed_run_folder_is_continued_under_its_name(waiting, forks, tmp_path):
+    job, run = waiting
+    moved = run.root.rename(tmp_path / "moved")
+    job.go_on()
+    assert job.wait() == [0, 0], job.output()
+    assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    said = log(tmp_path)
+    assert f"metrics.jsonl: was moved to {moved}/metrics.jsonl; its lines are copied" in said
+    assert "step 1 " in said and run.events.read_text().count('"started"') == 1
+    assert "lock, config.yaml, data_plan.json had been removed and is written again" in said
+    assert run.config.exists() and run.checkpoint(8).is_dir()
+    again = forks.run(tmp_path, [*SMALL, "training.stop_after_steps=9"])
+    assert again.wait() == [0, 0], again.output()
+    assert [record["step"] for record in metrics(tmp_path)] == [*range(1, 10)]
+    assert len((moved / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_lines_that_cannot_be_copied_wait(tmp_path):
+    said = []
+    lines = LineFile(tmp_path / "x" / "lines", said.append)
+    lines.write("one")
+    (tmp_path / "x").rename(tmp_path / "y")
+    (tmp_path / "x").touch()  # where its folder was
+    lines.write("two")
+    assert lines.waiting == [b"two\n"] and not said
+    (tmp_path / "x").unlink()
+    assert lines.close() is None and (tmp_path / "x" / "lines").read_text() == "one\ntwo\n"
+    assert said == [
+        f"{tmp_path}/x/lines: was moved to {tmp_path}/y/lines; its lines are copied, and the next ones follow here"
+    ]
+
+
 def test_run_whose_folder_another_took_stops(waiting):
     job, run = waiting
     run.lock.unlink()

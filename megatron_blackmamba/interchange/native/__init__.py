@@ -75,6 +75,11 @@ def is_native(folder: Path) -> bool:
     return content.get("model_type", hf.MODEL_TYPE) != hf.MODEL_TYPE or state_spaces.is_one(content)
 
 
+def in_transformers(folder: Path) -> bool:
+    """Return whether transformers loads a folder without code; it has no class for the original state-spaces/mamba."""
+    return is_native(folder) and not state_spaces.is_one(read_json(folder / "config.json"))
+
+
 def read(folder: Path) -> Canonical:
     """Read a folder of transformers or of state-spaces/mamba; refuse what does not convert, by key and value."""
     folder = Path(folder)
@@ -97,7 +102,7 @@ def read_config(path: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
     if state_spaces.is_one(content):
         content = state_spaces.translated(content, path)
     model_type = need(content, "model_type", path)
-    if model_type not in BY_TYPE:
+    if not isinstance(model_type, str) or model_type not in BY_TYPE:
         known = ", ".join((*BY_TYPE, hf.MODEL_TYPE))
         raise InterchangeError(f"{path}: model_type is {model_type!r}; import reads {known}, and state-spaces/mamba")
     architecture = BY_TYPE[model_type]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical, Entry, InterchangeError, same_tensor, shapes
-from megatron_blackmamba.interchange.json_config import need, validated
+from megatron_blackmamba.interchange.json_config import layer_count, need, validated
 from megatron_blackmamba.kinds import attention, mamba2, unread_keys
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -279,10 +279,7 @@ class Uniform(Architecture):
         return f"repeat {self.unit}"
 
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
-        layers = need(dict(content), "num_hidden_layers", path)
-        if not isinstance(layers, int) or layers < 1:
-            raise InterchangeError(f"{path}: num_hidden_layers is {layers!r}, not a number of layers")
-        return self.unit * layers
+        return self.unit * layer_count(need(dict(content), "num_hidden_layers", path), "num_hidden_layers", path)
 
     def counted(self, pattern: str) -> dict[str, Any] | None:
         layers = len(pattern) // len(self.unit)

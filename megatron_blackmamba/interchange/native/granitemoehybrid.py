@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
-from megatron_blackmamba.interchange.json_config import need, whole_number
+from megatron_blackmamba.interchange.json_config import layer_count, need, whole_number
 from megatron_blackmamba.interchange.native.base import Field, heads_of_mamba2
 from megatron_blackmamba.interchange.native.llama import ATTENTION, ENDS, FIELDS, FIXED, OURS, Rotary
 from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT, ssm2
@@ -76,12 +76,12 @@ class GraniteMoeHybrid(Rotary):
 
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
         name = "layers_block_type" if content.get("layers_block_type") else "layer_types"
-        count = need(dict(content), "num_hidden_layers", path)
+        count = layer_count(need(dict(content), "num_hidden_layers", path), "num_hidden_layers", path)
         layers = content.get(name) or ["mamba"] * count
         known = {name: letter for name, letter in TYPES.items() if letter in MIXERS}
         if not isinstance(layers, list) or len(layers) != count:
             raise InterchangeError(f"{path}: num_hidden_layers is {count!r}, and {name} is {layers!r}")
-        unknown = [layer for layer in layers if layer not in known]
+        unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in known]
         if unknown:
             raise InterchangeError(f"{path}: {name} has {unknown[0]!r}; a layer is one of {', '.join(known)}")
         second = Experts.letter if content.get("num_local_experts", 8) else MLP.letter

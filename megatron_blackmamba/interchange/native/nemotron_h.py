@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.json_config import layer_count
 from megatron_blackmamba.interchange.native.base import Architecture, Field, heads_of_mamba2
 from megatron_blackmamba.interchange.native.llama import heads
 from megatron_blackmamba.interchange.native.mamba import same_names
@@ -125,8 +126,9 @@ class NemotronH(Architecture):
         layers, count = content[name], content.get("num_hidden_layers")
         if not isinstance(layers, (str, list)) or count not in (None, len(layers)):
             raise InterchangeError(f"{path}: num_hidden_layers is {count!r}, and {name} is {layers!r}")
+        layer_count(len(layers), f"the length of {name}", path)
         known = LETTERS if name == "hybrid_override_pattern" else TYPES
-        unknown = [layer for layer in layers if layer not in known]
+        unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in known]
         if unknown:
             raise InterchangeError(f"{path}: {name} has {unknown[0]!r}; a layer is one of {', '.join(known)}")
         return "".join(known[layer] for layer in layers)
@@ -136,6 +138,15 @@ class NemotronH(Architecture):
         if not set(pattern) <= theirs.keys():
             return None
         return {"hybrid_override_pattern": "".join(theirs[each] for each in pattern), "num_hidden_layers": len(pattern)}
+
+    def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
+        model = super().imported(content, path)
+        if Experts.letter in model.pattern and model.top_k == 1:
+            raise InterchangeError(
+                f"{path}: num_experts_per_tok is 1; transformers then gives every expert the weight 1, which no router"
+                " here does. Only 2 or more converts"
+            )
+        return model
 
     def refused(self, model: ModelConfig) -> list[str]:
         found = []

@@ -30,8 +30,10 @@ def translated(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if name not in (*KNOWN, *ONLY, "tie_embeddings"):
             raise InterchangeError(f"{path}: {name} is {value!r}, which import does not know for state-spaces/mamba")
     ssm = content.get("ssm_cfg") or {}
+    if not isinstance(ssm, dict):
+        raise InterchangeError(f"{path}: ssm_cfg is {ssm!r}, not an object")
     layer = ssm.get("layer", "Mamba1")
-    if layer not in OF_LAYER:
+    if not isinstance(layer, str) or layer not in OF_LAYER:
         raise InterchangeError(f"{path}: ssm_cfg.layer is {layer!r}; only {' and '.join(OF_LAYER)} convert")
     fields = {"hidden_size": "d_model", "num_hidden_layers": "n_layer"}
     found = {ours: need(dict(content), theirs, path) for ours, theirs in fields.items()}

@@ -105,6 +105,8 @@ class Keeper:
 
     def after_step(self, step: int, good: bool = True) -> None:
         """Save and export what is due. What is due at a bad step waits for the next good one."""
+        if self._lock and self._lock.lost:  # before another job takes the folder's name
+            self._restore_records()
         for each in (self._saver, self._exporter):
             (each.after_step if good else each.postpone)(step)
         if self._scores:

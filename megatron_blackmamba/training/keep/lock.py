@@ -33,11 +33,18 @@ class Lock:
         self._made = [made for made in (path, path.parent, path.parent.parent) if not made.exists()]
         self._take()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the file was removed, moved or replaced."""
+        try:
+            return self._file is None or not os.path.samestat(os.fstat(self._file), os.stat(self.path))
+        except OSError:
+            return True
+
     def restore(self) -> bool:
-        """Take the lock again if its file was removed or replaced, and return whether it was."""
-        with contextlib.suppress(OSError):
-            if self._file is not None and os.path.samestat(os.fstat(self._file), os.stat(self.path)):
-                return False
+        """Take the lock again if it is lost, and return whether it was."""
+        if not self.lost:
+            return False
         self.release()
         self._take()
         return True

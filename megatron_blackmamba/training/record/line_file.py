@@ -1,8 +1,9 @@
-"""Files of lines that only grow: a full disk, a crash, a damaged line or a removed file never costs the other lines."""
+"""Files of lines that only grow: a full disk, a crash, a damaged line, a removed or moved file costs no other lines."""
 
 import contextlib
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,10 +35,14 @@ class LineFile:
 
     def flush(self) -> bool:
         """Try to write the lines that wait; return whether all are written."""
-        removed = False
+        news = ""
         try:
             if self._file is not None and _is_removed(self._file):
-                removed = True
+                news = "was removed, with its earlier lines; a new file takes the next ones"
+            elif self._file is not None and _is_missing(self.path):
+                _copy(self._file, self.path)
+                news = f"was moved{_moved_to(self._file)}; its lines are copied, and the next ones follow here"
+            if self._file is not None and news:
                 os.close(self._file)
                 self._file = None
             if self._file is None:
@@ -47,8 +52,8 @@ class LineFile:
         except OSError as error:
             self.problem = error.strerror or str(error)
         self._mark(bool(self.waiting))
-        if removed:
-            self._say(f"{self.path}: was removed, with its earlier lines; a new file takes the next ones")
+        if news:
+            self._say(f"{self.path}: {news}")
         return not self.waiting
 
     def _mark(self, waits: bool) -> None:
@@ -116,6 +121,31 @@ def _is_removed(file: int) -> bool:
         return os.fstat(file).st_nlink == 0
     except OSError as error:
         return error.errno == errno.ESTALE
+
+
+def _is_missing(path: Path) -> bool:
+    """Return whether a path leads nowhere; a disk that does not answer tells nothing."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _moved_to(file: int) -> str:
+    """Return where an open file is now, in words; nothing where that cannot be known."""
+    with contextlib.suppress(OSError):
+        return f" to {os.readlink(f'/proc/self/fd/{file}')}"
+    return ""
+
+
+def _copy(file: int, path: Path) -> None:
+    """Write what an open file holds to a new path."""
+    with open(os.dup(file), "rb") as old, atomic.atomic_file(path) as new:
+        old.seek(0)
+        shutil.copyfileobj(old, new)
 
 
 def _open_for_lines(path: Path) -> int:

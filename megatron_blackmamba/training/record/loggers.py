@@ -71,16 +71,19 @@ class MetricsFile(_LinesLogger):
         self._lines.flush()
         try:
             self._set_aside(parse_line)
-            size, last = 0, 0
+            size, last, first = 0, 0, 0
             with open(self._lines.path, "rb") as file:
                 for line in file:
                     if _step_of(line) > step:
                         break
                     size, last = size + len(line), _step_of(line)
+                    first = first or last
             self._lines.truncate(size)
         except OSError as error:  # a log is no reason not to train
             self._say(f"{self._lines.path}: cannot be read: {error.strerror}; steps may be in it twice")
             return
+        if first > self._begins_after + 1:
+            self._say(f"{self._lines.path}: begins at step {first}; the records before it are missing")
         if max([self._begins_after, last, *map(_step_of, waiting)]) < step:
             self._say(f"{self._lines.path}: ends at step {last}; the records up to step {step} are missing")
 

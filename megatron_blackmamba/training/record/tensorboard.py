@@ -43,6 +43,8 @@ class TensorBoard(Logger):
         if self._failed and now < self._failed + RETRY_SECONDS:
             return
         try:
+            if self._writer is not None and not self._folder.is_dir():  # it was moved or removed
+                self._drop()
             if self._writer is None:
                 self._open()
                 self._flush()
