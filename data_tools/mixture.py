@@ -22,7 +22,8 @@ from megatron_blackmamba.formats.mixture import (
     collect,
     content_fingerprint,
 )
-from megatron_blackmamba.formats.schedule import Schedule, epochs_of, most_samples, repetition
+from megatron_blackmamba.formats.reads import SourceEpochs
+from megatron_blackmamba.formats.schedule import Schedule, repetition
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
 
 PREFIXES_CHECKED = 1_000_000
@@ -48,6 +49,10 @@ class SourcePlan:
     """What the shards hold, and so what an epoch is; None where there are no shards yet."""
     before: int = 0
     """Samples that the trunk of a branch has read."""
+    read: int = 0
+    """Tokens that earlier runs with other sequence lengths have read."""
+    read_again: float = 0.0
+    """About how many of the tokens they have read in an unfinished epoch."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,13 @@ def plan_mixture(
     check_together(there, **fit, max_overlap=mixture.max_overlap)
     held = [None if both is None else sum(shard.manifest.tokens for shard in both[0]) for both in opened]
     stated = [source.tokens or in_shards or 0 for source, in_shards in zip(mixture.sources, held, strict=True)]
-    prints = [content_fingerprint(both[0]) for both in opened if both is not None]
-    schedule = mixture.schedule(stated, sequence_length, prints if len(prints) == len(opened) else None)
+    prints = [None if both is None else content_fingerprint(both[0]) for both in opened]
+    known = [each for each in prints if each is not None]
+    schedule = mixture.schedule(stated, sequence_length, known if len(known) == len(prints) else None)
+    of = [
+        SourceEpochs(in_shards or has, sequence_length, mixture.read_before.get(content or "", ()))
+        for in_shards, has, content in zip(held, stated, prints, strict=True)
+    ]
     planned = tokens or sum(stated)
     samples = -(-planned // sequence_length)
     counts, before = schedule.counts(samples), schedule.counts(first_sample)
@@ -115,13 +125,15 @@ def plan_mixture(
             probability=float(probability),
             samples=count,
             before=earlier,
-            epochs=epochs_of(count, sequence_length, in_shards or has),
+            read=epochs.tokens_before,
+            read_again=epochs.read_again(count),
+            epochs=epochs.epochs(count),
             max_epochs=source.max_epochs,
-            most_samples=source.max_epochs and most_samples(source.max_epochs, sequence_length, in_shards or has),
+            most_samples=source.max_epochs and epochs.most_samples(source.max_epochs),
             shards=None if both is None else len(both[0]),
             shard_tokens=in_shards,
         )
-        for source, both, in_shards, has, probability, count, earlier in zip(
+        for source, both, in_shards, has, probability, count, earlier, epochs in zip(
             mixture.sources,
             opened,
             held,
@@ -129,6 +141,7 @@ def plan_mixture(
             schedule.blends[now].probabilities,
             counts,
             before,
+            of,
             strict=True,
         )
     ]

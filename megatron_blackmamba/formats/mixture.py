@@ -24,6 +24,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Valida
 
 from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples, is_among
 from megatron_blackmamba.formats.find_shards import shards_at
+from megatron_blackmamba.formats.reads import Read
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -127,6 +128,8 @@ class Mixture(Section):
     phases: list[Phase] = Field([])
     max_overlap: float = Field(0.1, ge=0, le=1)
     """Largest share of a source's validation documents that training shards may hold too; 1 allows all."""
+    read_before: dict[str, list[Read]] = Field({})
+    """What runs with other sequence lengths have read of a source, by its content; a branch writes this."""
     _folder: Path = PrivateAttr(Path("."))
 
     @model_validator(mode="after")
