@@ -2,7 +2,7 @@
 
 import bisect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,8 +113,11 @@ def plan_mixture(
         SourceEpochs(in_shards or has, sequence_length, mixture.read_before.get(content or "", ()))
         for in_shards, has, content in zip(held, stated, prints, strict=True)
     ]
-    planned = tokens or sum(stated)
-    samples = -(-planned // sequence_length)
+    if tokens is None:
+        samples = _samples_of_all(schedule, mixture, of, sum(stated) // sequence_length)
+    else:
+        samples = -(-tokens // sequence_length)
+    planned = tokens or samples * sequence_length
     counts, before = schedule.counts(samples), schedule.counts(first_sample)
     now = bisect.bisect_right(schedule.starts, first_sample) - 1
     lines = [
@@ -154,6 +157,23 @@ def plan_mixture(
     ]
     weighted = float(sum(n * w for n, w in zip(stated, mixture.weights()[0], strict=True)))
     return MixturePlan(planned, sequence_length, samples, weighted, lines, phases, missing)
+
+
+def _samples_of_all(schedule: Schedule, mixture: Mixture, of: Sequence[SourceEpochs], samples: int) -> int:
+    """Return the number of samples of all sources: a little less where rounding alone would exceed a max_epochs."""
+    most = [
+        None if source.max_epochs is None else epochs.most_samples(source.max_epochs)
+        for source, epochs in zip(mixture.sources, of, strict=True)
+    ]
+
+    def beyond(count: int) -> int:
+        """Return the most samples of a source beyond its limit."""
+        counts = zip(schedule.counts(count), most, strict=True)
+        return max((given - limit for given, limit in counts if limit is not None), default=0)
+
+    if 0 < beyond(samples) <= ALLOWED_DEVIATION:
+        samples = bisect.bisect_left(range(samples), 1, key=beyond) - 1
+    return max(1, samples)
 
 
 def verify_mixture(mixture: Mixture, sequence_length: int = 2048, *, cores: int | None = None) -> list[str]:
