@@ -358,7 +358,7 @@ def check_together(
                     f"source {name!r}: {shard.prefix} was made with another tokenizer ({manifest.tokenizer}) "
                     f"than {first.prefix} ({first.manifest.tokenizer}): tokenize one of them again"
                 )
-            if manifest.bin_sha256 in seen:
+            if manifest.tokens and manifest.bin_sha256 in seen:
                 other, source = seen[manifest.bin_sha256]
                 same = f"is in source {source!r} too" if other == shard.prefix else f"holds the same tokens as {other}"
                 if number >= len(training):
