@@ -299,3 +299,11 @@ def test_korean_and_english_keep_their_words():
     shingler = Shingler(2, SpacedWords())
     assert len(shingler("세 단어 문장")) == len(shingler("of three words")) == 2
     assert len(shingler("漢字四つの文")) == 4
+
+
+def test_equal_long_words_are_copies(write_jsonl, tmp_path):
+    choose = random.Random(3)
+    genes = ["".join(choose.choices("ACGT", k=5000)) for _ in range(2)]
+    corpus = write_jsonl("a.jsonl", [genes[0], genes[0].lower(), genes[1], "short", "short", genes[0]])
+    dedup(corpus, tmp_path / "out")
+    assert sum(kept(tmp_path / "out").values()) == 4 and len(rows(tmp_path / "out")) == 2
