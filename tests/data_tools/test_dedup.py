@@ -18,6 +18,7 @@ from megatron_blackmamba.data_tools.rejects import InputError
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
 from benchmarks.dedup_families import Words, _copies, _without_origin, judged, ours
+from megatron_blackmamba.data_tools import dedup_estimate
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
@@ -307,3 +308,21 @@ def test_equal_long_words_are_copies(write_jsonl, tmp_path):
     corpus = write_jsonl("a.jsonl", [genes[0], genes[0].lower(), genes[1], "short", "short", genes[0]])
     dedup(corpus, tmp_path / "out")
     assert sum(kept(tmp_path / "out").values()) == 4 and len(rows(tmp_path / "out")) == 2
+
+
+def test_pieces_of_the_keys_find_the_same_copies(words, tmp_path, monkeypatch):
+    """The keys of a large corpus are cut into ranges, of which this one needs several."""
+    corpus = _copies(words, random.Random(4), each=20).write(tmp_path / "a.jsonl")
+    dedup(corpus, tmp_path / "whole")
+    monkeypatch.setattr(dedup_estimate, "RANGE_BYTES", 1500)
+    dedup(corpus, tmp_path / "pieces", "--buckets", "60")
+    assert len([*(tmp_path / "pieces/.work/dedup/2_copies/completions").iterdir()]) > 2
+    assert rows(tmp_path / "pieces") == rows(tmp_path / "whole") != []
+
+
+def test_report_counts_members_close_to_the_threshold(words, write_jsonl, tmp_path):
+    """Every tenth word replaced gives a similarity of 0.67, where 0.6 is asked for; every twentieth 0.82."""
+    text = " ".join(words.take(200))
+    dedup(write_jsonl("a.jsonl", [f"{text} and so on", edited(text, 10), edited(text, 20)]), tmp_path / "out")
+    (cluster,) = json.loads((tmp_path / "out/.work/dedup/clusters.json").read_text())["largest"]
+    assert (cluster["documents"], cluster["close to the threshold"]) == (3, 0.5)

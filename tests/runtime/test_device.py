@@ -36,3 +36,12 @@ def test_a_task_of_srun_that_sees_one_gpu_takes_it(taken):
 def test_two_processes_never_take_the_same_gpu(taken, visible, launcher):
     with pytest.raises(device.DeviceError, match=f"process {visible} of this machine finds only {visible} GPU"):
         taken(visible, visible, launcher)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cpus_answer_for_a_gpu_of_any_number():
+    import megatron_blackmamba.engine  # noqa: F401
+
+    torch.cuda.set_device(3)
+    torch.cuda.synchronize()
+    assert torch.cuda.current_device() == torch.device("cpu")
