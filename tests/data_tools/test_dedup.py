@@ -321,8 +321,9 @@ def test_pieces_of_the_keys_find_the_same_copies(words, tmp_path, monkeypatch):
 
 
 def test_report_counts_members_close_to_the_threshold(words, write_jsonl, tmp_path):
-    """Every tenth word replaced gives a similarity of 0.67, where 0.6 is asked for; every twentieth 0.82."""
+    """Every 18th word replaced gives a similarity of 0.78, every 40th 0.89; 0.7 is asked for."""
     text = " ".join(words.take(200))
-    dedup(write_jsonl("a.jsonl", [f"{text} and so on", edited(text, 10), edited(text, 20)]), tmp_path / "out")
+    copies = [edited(text, 18), edited(text, 40), edited(text, 40, 5)]
+    dedup(write_jsonl("a.jsonl", [f"{text} and so on", *copies]), tmp_path / "out", "--similarity", "0.7")
     (cluster,) = json.loads((tmp_path / "out/.work/dedup/clusters.json").read_text())["largest"]
-    assert (cluster["documents"], cluster["close to the threshold"]) == (3, 0.5)
+    assert (cluster["documents"], cluster["close to the threshold"]) == (4, 0.333)
