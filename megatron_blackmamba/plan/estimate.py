@@ -234,7 +234,7 @@ def _sources(config: RunConfig, begins: Beginning) -> tuple[tuple[Source, ...], 
     except MixtureError as error:
         refused = str(error)
     again = reread({s.name: (s.read_again, s.samples * length) for s in planned.sources})
-    if again and not config.start.reread:
+    if again and begins.relength and not config.start.reread:
         refused = refused or refusal(length, again)
     sources = (
         Source(

@@ -89,9 +89,13 @@ class Branch:
 
     def refuse_reread(self, config: RunConfig, data: DataPlan) -> None:
         """Refuse sequences of another length that read text again, unless the config accepts that."""
-        again = reread(data.read_again())
+        again = self._again(data)
         if again and not config.start.reread:
             raise ResumeError(f"start.branch={config.start.branch}: {refusal(config.data.sequence_length, again)}")
+
+    def _again(self, data: DataPlan) -> str:
+        """Return how much a branch with another sequence length reads again."""
+        return reread(data.read_again()) if self.relength else ""
 
     def reads_on(self, record: dict[str, Any]) -> bool:
         """Return whether the branch goes on with the trunk's data."""
@@ -108,7 +112,7 @@ class Branch:
             steps_left=config.steps_left(progress.consumed_samples),
             tokens_per_step=config.batch_at(progress.consumed_samples) * config.data.sequence_length,
             relength=self.relength,
-            changes=[*self.changes, *([again] if (again := reread(data.read_again())) else [])],
+            changes=[*self.changes, *filter(None, [self._again(data)])],
             mixture=str(own) if config.data.mixture == str(own.resolve()) else None,
             **more,
         )
@@ -228,4 +232,5 @@ def beginning(config: RunConfig) -> Beginning:
         progress.end_of_data(config),
         branch.mixture(config) if readable else None,
         branch.checkpoint,
+        branch.relength,
     )

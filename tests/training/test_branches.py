@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba import cli
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
+from megatron_blackmamba.data import build
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched, Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -27,7 +28,7 @@ from megatron_blackmamba.report.overview import overviews
 from megatron_blackmamba.report.page import loss as drawn_loss
 from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import TraceError
-from megatron_blackmamba.training.branch import beginning
+from megatron_blackmamba.training.branch import beginning, find_branch
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.schedules import train
 from tests.runtime.ranks import fork_script
@@ -296,6 +297,12 @@ def test_longer_sequences_say_what_they_read_again(trunk, longer, mixtures, tmp_
     words = [*COMMON, *TRUNK, mixture, length, f"training.tokens={80 * LENGTH}", f"folder={tmp_path}"]
     config = load("tiny", [*words, f"start.branch={trunk}/run@{AT}"])
     assert "start.reread=true" in make_plan(config, begins=beginning(config)).refused_data
+    config = load(
+        "tiny", [*words, f"training.tokens={96 * LENGTH}", f"start.branch={longer}/run@10"]
+    )  # goes on as it did
+    assert make_plan(config, begins=beginning(config)).refused_data is None
+    branch, how = find_branch(config), {"vocab_size": 320, "total_samples": 24}
+    branch.refuse_reread(config, build(config.data, mixture=branch.mixture(config), **how))
 
 
 def test_tables_and_charts_show_the_trunk_once(trunk, branch, longer, tmp_path):
