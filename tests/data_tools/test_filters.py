@@ -328,12 +328,12 @@ AWKWARD = {
 @pytest.mark.parametrize("kind", AWKWARD)
 @pytest.mark.parametrize("rule", [name for name in KINDS if name != "language"])
 def test_one_document_takes_little_time(tmp_path, rule, kind):
-    """Half a second for 200 kB is ten times what the slowest rule takes; quadratic work takes minutes."""
+    """The slowest rule takes a second for 200 kB; quadratic work takes from half a minute to many."""
     (tmp_path / "recipe.yaml").write_text(f"- {rule}\n")
     (made,) = read_recipe(str(tmp_path / "recipe.yaml"), None)
     start = time.process_time()
     made.check(Document(AWKWARD[kind] + (" Some words, and an end." if rule == "c4" else ""), "1"))
-    assert time.process_time() - start < 1.5
+    assert time.process_time() - start < 6
 
 
 def test_shown_difference_takes_little_time():
