@@ -96,14 +96,14 @@ def reread(again: Mapping[str, tuple[float, int]]) -> str:
 
     again: Tokens that earlier runs have read in an epoch that they did not end, and all that the run reads, by source.
     """
-    twice = [f"{name} {tokens:,.0f} of {read:,}" for name, (tokens, read) in again.items() if tokens]
-    return f"about so many tokens are read again before their epoch ends: {', '.join(twice)}" if twice else ""
+    twice = [f"{tokens:,.0f} of {read:,} tokens of {name}" for name, (tokens, read) in again.items() if tokens]
+    return f"text is read again before its epoch ends: about {', '.join(twice)}" if twice else ""
 
 
 def refusal(length: int, again: str) -> str:
     """Return why a branch that reads text again is refused, and what to do."""
     return (
-        f"sequences of {length} tokens cannot go on with the trunk's epoch; {again}. Accept that with"
+        f"sequences of {length} tokens cannot continue the trunk's epoch: {again}. Accept that with"
         " start.reread=true; or take a length that divides the trunk's; or read sources that the trunk has not read"
         " (data.mixture)"
     )

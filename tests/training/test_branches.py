@@ -357,7 +357,7 @@ def refused(forks, folder, trunk, mixture, *overrides):
     [
         (["start.branch=nowhere@8"], "nowhere"),
         (["start.branch={trunk}/run@7"], "has no checkpoint of step 7; it has those of steps 4, 8, 12"),
-        (["data.sequence_length=32"], r"read again .*: web \d+ of \d+.*start\.reread=true"),
+        (["data.sequence_length=32"], r"read again .*: about \d+ of \d+ tokens of web.*start\.reread=true"),
         (["model.hidden_size=32"], r"model\.hidden_size=16 there, and 32 here"),
         (["optimizer.kind=sgd", "optimizer.distributed=false"], r"optimizer\.distributed=True there"),
         (["training.tokens=768", "optimizer.decay_tokens=16"], "has consumed 768 tokens there.*above 768"),
