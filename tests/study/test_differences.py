@@ -139,3 +139,10 @@ def test_page_shows_why(points):
     assert (tuned, law) == ("experts − dense, each at its best learning rate", "experts − dense")
     assert "<h2>Law of the difference, each at its best learning rate</h2>" in evidence.render(both)
     assert evidence_why.routers([]) == ""
+
+
+def test_generation_shows_the_loss_of_the_largest_budget(points):
+    measured = {"group": "dense", "size": "s", "lengths": [16, 64], "milliseconds": [1.0, 2.0], "bytes": [8, 8]}
+    page = evidence_why.generation(Evidence("x", "y", "experts", 90, {}, tuple(points), [measured]))
+    losses = {p.budget: p.loss for p in points if (p.variant, p.size) == ("dense", "s")}
+    assert f"{losses[max(losses)]:.3f}" in page and f"{losses[min(losses)]:.3f}" not in page
