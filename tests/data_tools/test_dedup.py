@@ -310,12 +310,18 @@ def test_equal_long_words_are_copies(write_jsonl, tmp_path):
     assert sum(kept(tmp_path / "out").values()) == 4 and len(rows(tmp_path / "out")) == 2
 
 
-def test_pieces_of_the_keys_find_the_same_copies(words, tmp_path, monkeypatch):
-    """The keys of a large corpus are cut into ranges, of which this one needs several."""
-    corpus = _copies(words, random.Random(4), each=20).write(tmp_path / "a.jsonl")
-    dedup(corpus, tmp_path / "whole")
+def test_parts_and_pieces_find_the_same_copies(words, tmp_path, monkeypatch):
+    """A large corpus has several parts, and several ranges of keys; here both are small."""
+    lines = (
+        _copies(words, random.Random(4), each=20).write(tmp_path / "all.jsonl").read_text().splitlines(keepends=True)
+    )
+    (tmp_path / "raw").mkdir()
+    for number in range(3):
+        (tmp_path / f"raw/{number}.jsonl").write_text("".join(lines[number::3]))
+    dedup(tmp_path / "raw", tmp_path / "whole", "--workers", "1")
     monkeypatch.setattr(dedup_estimate, "RANGE_BYTES", 1500)
-    dedup(corpus, tmp_path / "pieces", "--buckets", "60")
+    dedup(tmp_path / "raw", tmp_path / "pieces", "--part-size", "1KB", "--workers", "1")
+    assert len([*(tmp_path / "pieces").glob("part_*")]) == 3
     assert len([*(tmp_path / "pieces/.work/dedup/2_copies/completions").iterdir()]) > 2
     assert rows(tmp_path / "pieces") == rows(tmp_path / "whole") != []
 
