@@ -146,3 +146,11 @@ def test_generation_shows_the_loss_of_the_largest_budget(points):
     page = evidence_why.generation(Evidence("x", "y", "experts", 90, {}, tuple(points), [measured]))
     losses = {p.budget: p.loss for p in points if (p.variant, p.size) == ("dense", "s")}
     assert f"{losses[max(losses)]:.3f}" in page and f"{losses[min(losses)]:.3f}" not in page
+
+
+def test_crossings_count_all_seeds():
+    said = evidence._crossing(fits.Crossing("s", 8_000, {1: 10.0}, never=2, always=1))
+    assert said == (
+        "the sign turns at 10.0 in 1 of 4 seeds, still positive in 2 of 4 seeds,"
+        " negative at every budget in 1 of 4 seeds"
+    )
