@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from megatron_blackmamba.formats import atomic
 
 JOBS = "slurm_jobs"
 """The file with the ids of the Slurm jobs that work in an output folder."""
+OF_SHARDS = ("shard_*", ".shard_*", "tokenizer.json")
+"""Names of what `tokenize` writes into its output folder."""
 _NEVER = "DependencyNeverSatisfied"
 """The reason of a pending job whose predecessor failed."""
 
@@ -101,6 +104,8 @@ class Cleaning:
                 )
         elif self.out_dir.exists() and any(self.out_dir.glob("part_*")):
             raise InputError(f"{self.out_dir}: holds parts of other work: choose another folder")
+        elif any(chain.from_iterable(self.out_dir.glob(name) for name in OF_SHARDS)):
+            raise InputError(f"{self.out_dir}: `blackmamba data tokenize` writes shards here: choose another folder")
         else:
             atomic.write_json(path, wanted)
 

@@ -14,7 +14,8 @@ OTHERS = "(others)"
 _MOST_SOURCES = 10_000
 _LISTED_SOURCES = 50
 _SHOWN_CHARACTERS, _SHOWN_LINES = 800, 12
-_COMPARED_CHARACTERS = 50_000
+_COMPARED_LINES = 500
+"""From the first line that differs on: difflib takes quadratic time."""
 _SOURCE_FIGURES = ("documents", "removed", "changed", "characters", "kept_characters")
 
 
@@ -64,7 +65,7 @@ class Tally:
         if source not in self.sources and len(self.sources) >= _MOST_SOURCES:
             source = OTHERS
         counts = self.sources.setdefault(source, Counter())
-        counts.update(documents=1, characters=characters, removed=kept is None, changed=changed)
+        counts.update(documents=1, characters=characters, removed=int(kept is None), changed=int(changed))
         counts["kept_characters"] += kept or 0
 
     def remove(self, rule: str, reason: str, where: dict[str, Any], text: str) -> None:
@@ -141,7 +142,9 @@ def _excerpt(lines: Sequence[str], characters: int) -> str:
 
 def _difference(old: str, new: str) -> str:
     """Return the lines that differ, - before and + after."""
-    before, after = (text[:_COMPARED_CHARACTERS].splitlines() for text in (old, new))
+    before, after = old.splitlines(), new.splitlines()
+    first = next((place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+    before, after = (text[first : first + _COMPARED_LINES] for text in (before, after))
     lines = list(unified_diff(before, after, n=0, lineterm=""))[2:]  # behind the names of two files
     marked = [line for line in lines if not line.startswith("@@")]
     return _excerpt(marked, sum(map(len, marked)))

@@ -31,21 +31,19 @@ class HoldOut:
     """Of the documents, for validation."""
     side: Side
     clusters: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For each document with a better copy, that copy, both as FILE:RECORD."""
+    """For each document with copies, the one that is kept, both as FILE:RECORD."""
     clusters_sha256: str | None = None
 
     @property
     def recorded(self) -> dict[str, Any]:
         """Return what decides the content of a shard, for its manifest."""
-        return {"share": self.share, "clusters": self.clusters_sha256, "side": self.side}
+        others = {"others": "by text"} if self.clusters_sha256 else {}  # once by name
+        return {"share": self.share, "clusters": self.clusters_sha256, "side": self.side, **others}
 
     def takes(self, file: str, records: Sequence[int], texts: Sequence[str]) -> np.ndarray:
         """Return for each document whether it is on this side."""
-        if self.clusters_sha256:
-            names = (f"{file}:{record}" for record in records)
-            keys = [self.clusters.get(name, name) for name in names]
-        else:
-            keys = [normalized(text) for text in texts]
+        kept = (self.clusters.get(f"{file}:{record}") for record in records)
+        keys = [name or normalized(text) for name, text in zip(kept, texts, strict=True)]
         hashes = np.array([_hash(key) for key in keys], np.uint64)
         held_out = hashes < np.uint64(int(self.share * (1 << 64)))
         return held_out if self.side == "validation" else ~held_out
@@ -85,6 +83,7 @@ def hold_out_of(share: str, clusters: str | None, side: Side, files: Collection[
             f"{path}: lists other files than the inputs, such as {example}. Name the deduplication of these inputs, "
             "and give both commands the same inputs"
         )
+    found |= {kept: kept for kept in found.values()}
     return HoldOut(number, side, found, file_sha256(path))
 
 

@@ -2,7 +2,7 @@
 
 import bisect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from megatron_blackmamba.formats.mixture import (
     collect,
     content_fingerprint,
 )
-from megatron_blackmamba.formats.schedule import Schedule, epochs_of, most_samples, repetition
+from megatron_blackmamba.formats.reads import SourceEpochs
+from megatron_blackmamba.formats.schedule import Schedule, repetition
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
 
 PREFIXES_CHECKED = 1_000_000
@@ -48,6 +49,10 @@ class SourcePlan:
     """What the shards hold, and so what an epoch is; None where there are no shards yet."""
     before: int = 0
     """Samples that the trunk of a branch has read."""
+    read: int = 0
+    """Tokens that earlier runs with other sequence lengths have read."""
+    read_again: float = 0.0
+    """About how many of the tokens they have read in an unfinished epoch."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,18 @@ def plan_mixture(
     check_together(there, **fit, max_overlap=mixture.max_overlap)
     held = [None if both is None else sum(shard.manifest.tokens for shard in both[0]) for both in opened]
     stated = [source.tokens or in_shards or 0 for source, in_shards in zip(mixture.sources, held, strict=True)]
-    prints = [content_fingerprint(both[0]) for both in opened if both is not None]
-    schedule = mixture.schedule(stated, sequence_length, prints if len(prints) == len(opened) else None)
-    planned = tokens or sum(stated)
-    samples = -(-planned // sequence_length)
+    prints = [None if both is None else content_fingerprint(both[0]) for both in opened]
+    known = [each for each in prints if each is not None]
+    schedule = mixture.schedule(stated, sequence_length, known if len(known) == len(prints) else None)
+    of = [
+        SourceEpochs(in_shards or has, sequence_length, mixture.read_before.get(content or "", ()))
+        for in_shards, has, content in zip(held, stated, prints, strict=True)
+    ]
+    if tokens is None:
+        samples = _samples_of_all(schedule, mixture, of, sum(stated) // sequence_length)
+    else:
+        samples = -(-tokens // sequence_length)
+    planned = tokens or samples * sequence_length
     counts, before = schedule.counts(samples), schedule.counts(first_sample)
     now = bisect.bisect_right(schedule.starts, first_sample) - 1
     lines = [
@@ -115,13 +128,15 @@ def plan_mixture(
             probability=float(probability),
             samples=count,
             before=earlier,
-            epochs=epochs_of(count, sequence_length, in_shards or has),
+            read=epochs.tokens_before,
+            read_again=epochs.read_again(count),
+            epochs=epochs.epochs(count),
             max_epochs=source.max_epochs,
-            most_samples=source.max_epochs and most_samples(source.max_epochs, sequence_length, in_shards or has),
+            most_samples=source.max_epochs and epochs.most_samples(source.max_epochs),
             shards=None if both is None else len(both[0]),
             shard_tokens=in_shards,
         )
-        for source, both, in_shards, has, probability, count, earlier in zip(
+        for source, both, in_shards, has, probability, count, earlier, epochs in zip(
             mixture.sources,
             opened,
             held,
@@ -129,6 +144,7 @@ def plan_mixture(
             schedule.blends[now].probabilities,
             counts,
             before,
+            of,
             strict=True,
         )
     ]
@@ -141,6 +157,23 @@ def plan_mixture(
     ]
     weighted = float(sum(n * w for n, w in zip(stated, mixture.weights()[0], strict=True)))
     return MixturePlan(planned, sequence_length, samples, weighted, lines, phases, missing)
+
+
+def _samples_of_all(schedule: Schedule, mixture: Mixture, of: Sequence[SourceEpochs], samples: int) -> int:
+    """Return the number of samples of all sources: a little less where rounding alone would exceed a max_epochs."""
+    most = [
+        None if source.max_epochs is None else epochs.most_samples(source.max_epochs)
+        for source, epochs in zip(mixture.sources, of, strict=True)
+    ]
+
+    def beyond(count: int) -> int:
+        """Return the most samples of a source beyond its limit."""
+        counts = zip(schedule.counts(count), most, strict=True)
+        return max((given - limit for given, limit in counts if limit is not None), default=0)
+
+    if 0 < beyond(samples) <= ALLOWED_DEVIATION:
+        samples = bisect.bisect_left(range(samples), 1, key=beyond) - 1
+    return max(1, samples)
 
 
 def verify_mixture(mixture: Mixture, sequence_length: int = 2048, *, cores: int | None = None) -> list[str]:

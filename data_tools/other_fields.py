@@ -13,6 +13,22 @@ from megatron_blackmamba.data_tools.fields import OPTIONAL
 RENAMED = "input_"
 """Begins the name of a field that this project also writes, such as `text`."""
 
+MOST_DEPTH = 250
+"""Objects and lists inside each other that can be written: orjson has a limit, and Python's encoder another."""
+
+
+def too_deep(line: bytes, record: Any) -> bool:
+    """Return whether a record cannot be written again; `line` is its JSON."""
+    if line.count(b"[") + line.count(b"{") <= MOST_DEPTH:
+        return False
+    level = [record]
+    for _ in range(MOST_DEPTH):
+        inside = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for items in inside for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return False
+    return True
+
 
 def without_text(fields: Sequence[str]) -> Callable[[Any], dict[str, Any]]:
     """Return a function that takes the fields with the text out of a record and returns the rest."""

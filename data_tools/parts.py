@@ -70,7 +70,7 @@ class RawDocuments(PipelineStep):
         atomic.write_json(self.cleaning.notes / f"{rank:05d}.raw", raw)
 
     def _documents(self, rank: int, notes: Any) -> Generator[Any, None, list[dict[str, Any]]]:
-        options = replace(self.cleaning.read, keep=self.noted)
+        options = replace(self.cleaning.read, keep=True)  # in every stage, so that all take the same records
         log = RejectLog(self.cleaning.tolerance, unit="part", listed_in=REMOVED)
         parent, records = os.getppid(), 0
 

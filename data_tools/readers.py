@@ -12,7 +12,7 @@ import orjson
 from megatron_blackmamba.data_tools import rejects
 from megatron_blackmamba.data_tools.batches import BATCH_BYTES, LONGEST_RECORD, Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.fields import FieldError, TakeText, text_of
-from megatron_blackmamba.data_tools.other_fields import without_text
+from megatron_blackmamba.data_tools.other_fields import MOST_DEPTH, too_deep, without_text
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.streams import STDIN, Damage, InputStream, in_utf8
 from megatron_blackmamba.formats.remote import file_sha256, size_of, version_of
@@ -155,6 +155,11 @@ class JsonLines(Parser):
             except FieldError as error:
                 self.reject(self.number, error.reason, error.detail)
                 continue
+            if rest is not None and too_deep(line, record):
+                self.reject(
+                    self.number, rejects.TOO_DEEP, f"more than {MOST_DEPTH} objects and lists inside each other"
+                )
+                continue
             add(self.number, text)
             if rest is not None:
                 batch.rests.append(rest(json.loads(line) if _LONG_NUMBER.search(line) else record))
@@ -196,7 +201,7 @@ class JsonLines(Parser):
         except FieldError as bad:
             self.reject(self.number, bad.reason, bad.detail)
         except RecursionError:
-            self.reject(self.number, rejects.INVALID_JSON, "nested too deeply")
+            self.reject(self.number, rejects.INVALID_JSON, rejects.TOO_DEEP)
         except ValueError:
             reason = rejects.INVALID_JSON if terminated else rejects.TRUNCATED_LINE
             self.reject(

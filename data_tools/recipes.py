@@ -4,10 +4,11 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -19,11 +20,11 @@ try:
         GopherQualityFilter,
         GopherRepetitionFilter,
     )
-    from datatrove.pipeline.formatters import PIIFormatter
 except ImportError:  # said by `require_datatrove`
-    C4ParagraphFilter = C4QualityFilter = FineWebQualityFilter = PIIFormatter = object
+    C4ParagraphFilter = C4QualityFilter = FineWebQualityFilter = object
     GopherQualityFilter = GopherRepetitionFilter = object
 
+from megatron_blackmamba.data_tools.pii import Pii
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.splitters import PlainWords, words_of
 from megatron_blackmamba.formats.remote import file_sha256
@@ -50,17 +51,31 @@ class Language:
             return False, label
         return score >= self.threshold or (False, "uncertain")
 
+    def refuse_unknown(self, where: str) -> None:
+        """Refuse languages that the model does not tell apart, by which every document would go."""
+        known = self.languages and sorted(map(_code, self._loaded().predict("", k=-1, threshold=-1.0)[0]))
+        unknown = next((code for code in self.languages if code not in known), None)
+        if unknown is not None:
+            raise InputError(f"{where}: languages: the model does not know {unknown}{_choices(known)}")
+
     def identify(self, text: str) -> tuple[str, float]:
         """Return the code of the language of a text, and the model's score."""
+        labels, scores = self._loaded().predict(" ".join(text[:READ_FOR_LANGUAGE].split()), k=1)
+        return (_code(labels[0]), min(1.0, float(scores[0]))) if labels else ("und", 0.0)
+
+    def _loaded(self) -> Any:
         if self._model is None:
             from fasttext.FastText import _FastText  # `load_model` warns on the terminal
 
             self._model = _FastText(self.path)
-        labels, scores = self._model.predict(" ".join(text[:READ_FOR_LANGUAGE].split()), k=1)
-        return (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("und", 0.0)
+        return self._model
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_model": None}  # each process loads its own
+
+
+def _code(label: str) -> str:
+    return label.removeprefix("__label__")
 
 
 def packaged_model() -> str:
@@ -72,24 +87,6 @@ def packaged_model() -> str:
             "pip install 'megatron-blackmamba[language]'"
         )
     return str(Path(found.origin).parent / _PACKAGED)
-
-
-class Pii(PIIFormatter):
-    """datatrove's replacement of email and IP addresses, which begins anew with each document."""
-
-    def filter(self, document: Any) -> bool:
-        counts = {}
-        for kind, wanted, replacer in (
-            ("emails", self.remove_emails, self.emails_replacer),
-            ("addresses", self.remove_ips, self.ip_replacer),
-        ):
-            replacer._replace_i = 0
-            matches = replacer.regex.finditer(document.text) if wanted else ()
-            counts[kind] = sum(1 for each in matches if not replacer.validator or replacer.validator(each.group(0)))
-        if any(counts.values()):
-            document.text = self.format(document.text)
-        document.metadata["replaced"] = counts
-        return True
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -162,33 +159,54 @@ def _rule(path: str, item: Any, splitter: Any) -> Rule:
         raise InputError(f"{path}: {name}: give its parameters as `{name}: {{parameter: value}}`")
     parameters = inspect.signature(KINDS[name]).parameters
     settable = [each for each in parameters if each not in _NOT_SET]
+    taken: dict[str, Any] = {}
     for key, value in given.items():
         if key not in settable:
             near = difflib.get_close_matches(str(key), settable, n=1)
             ending = f"; did you mean {near[0]}?" if near else _choices(settable)
             raise InputError(f"{path}: {name} has no parameter {key}{ending}")
-        _check_value(f"{path}: {name}: {key}", value, parameters[key].default)
+        taken[key] = _checked(f"{path}: {name}: {key}", value, parameters[key])
     if name == "language" and given.get("model") and not Path(given["model"]).is_file():
         raise InputError(f"{path}: {name}: model: no such file: {given['model']}")
     splits = {"language": splitter} if "language" in parameters else {}
-    return Rule(name, given, KINDS[name](**given, **splits))
+    rule = KINDS[name](**taken, **splits)
+    if isinstance(rule, Language):
+        rule.refuse_unknown(f"{path}: {name}")
+    return Rule(name, given, rule)
 
 
 def _choices(names: Any) -> str:
     return f". Choose {', '.join(names)}" if names else ""
 
 
-def _check_value(where: str, value: Any, default: Any) -> None:
-    """Refuse a value of another kind than the default. null turns a rule of datatrove off."""
-    if value is None and default is not None and not isinstance(default, (str, bool)):
-        return
+def _checked(where: str, value: Any, parameter: inspect.Parameter) -> Any:
+    """Return a value as a rule takes it; refuse one of another kind than the rule's. null switches off where it may."""
+    default, may_be_none = parameter.default, type(None) in get_args(parameter.annotation)
+    if value is None and may_be_none:
+        return None
     if isinstance(default, bool):
         fits, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, (int, float)):
-        fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+        fits, wanted = _is_number(value), "a number"
     elif isinstance(default, str):
         fits, wanted = isinstance(value, str), "a text"
+    elif default and isinstance(default[0], tuple):
+        fits, wanted = isinstance(value, list) and all(map(_is_limit, value)), "a list of pairs [words, share]"
+        value = tuple(map(tuple, value)) if fits else value
     else:
-        fits, wanted = isinstance(value, list) and bool(value), "a list"
+        fits = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+        wanted, value = "a list of texts", tuple(value) if fits else value
     if not fits:
-        raise InputError(f"{where}: {value!r} is not {wanted}. The default is {default}")
+        off = "; null switches it off" if may_be_none else ""
+        raise InputError(f"{where}: {value!r} is not {wanted}. The default is {default}{off}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _is_limit(value: Any) -> bool:
+    """Return whether this is a number of words and a share, for rules of datatrove about n-grams."""
+    pair = isinstance(value, list) and len(value) == 2 and all(map(_is_number, value))
+    return pair and isinstance(value[0], int) and value[0] >= 1

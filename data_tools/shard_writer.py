@@ -83,6 +83,11 @@ class ShardJob:
         return both if any(both) else None
 
     @property
+    def chooses(self) -> bool:
+        """Return whether the shard takes some of its documents only, and so perhaps none."""
+        return bool(self.hold_out or self.lengths)
+
+    @property
     def prefix(self) -> Path:
         return self.out_dir / f"shard_{self.number:05d}"
 
@@ -134,20 +139,10 @@ class _Writing:
             for data, lengths in shuffler.drain(self.dtype.itemsize) if shuffler else ():
                 self._write(file, data, lengths)
         self.rejects.check(self.documents + self.rejects.bad)
-        if not self.documents:
-            if self.job.hold_out:
-                raise InputError(
-                    f"{self.job.prefix}: no document for {self.job.hold_out.side}: the corpus is too small for this "
-                    "--hold-out. Choose another share"
-                )
-            if self.job.lengths:
-                raise InputError(
-                    f"{self.job.prefix}: no document of its files has as many tokens as --min-tokens and --max-tokens "
-                    "ask for. Choose a larger --shard-size or other limits"
-                )
+        if not self.documents and not self.job.chooses:
             paths = ["standard input" if source.path == STDIN else source.path for source in self.job.sources]
             raise InputError(f"{listed(paths)}: not one document in {self.job.prefix.name}: leave these files out")
-        lengths = np.concatenate(self.lengths)
+        lengths = np.concatenate([np.empty(0, np.int32), *self.lengths])
         with open(idx_path, "wb") as file:
             idx_sha256 = write_idx(file, self.dtype, lengths)
         manifest = self._manifest(idx_sha256)

@@ -21,6 +21,8 @@ _DENSE_MORE, _LONG_MORE = 1, 3
 """Characters of a shingle beyond --n-grams."""
 LEAST_REMAINING = 0.1
 """A document keeps its repeated lines if less than this share of it would remain."""
+LONG_TEXT = 100
+"""Characters from which on a text with too few words for a shingle is one itself, as a sequence of DNA is."""
 _NORM = TextNormConfig(norm_numbers=False)
 """Numbers count as they are: two tables of different numbers are different documents."""
 
@@ -49,6 +51,8 @@ class Shingler:
         else:
             words, size = self.words.word_tokenize(simple), self.n_grams
         grams = set(map(" ".join, zip(*(words[start:] for start in range(size)), strict=False)))
+        if not grams and len(simple) >= LONG_TEXT:
+            grams = {simple}
         return np.unique(np.fromiter(map(xxhash.xxh32_intdigest, grams), np.uint32, len(grams)))
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 try:
@@ -69,7 +70,7 @@ class PlainWords(WordTokenizer):
     """
 
     _WORD = re.compile(r"\w+(?:['’.\-/@]\w+)*|\.{3,}|[^\w\s]")
-    _SENTENCE = re.compile(r".*?[.!?…。！？]+[\"'”’)\]]*(?=\s|$)|.+?$", re.DOTALL)
+    _END = re.compile(r"[.!?…。！？]+[\"'”’)\]]*")
 
     def word_tokenize(self, text: str) -> list[str]:
         return self._WORD.findall(text)
@@ -78,4 +79,7 @@ class PlainWords(WordTokenizer):
         return [text[begin:end].strip() for begin, end in self.span_tokenize(text)]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        return [found.span() for found in self._SENTENCE.finditer(text) if found.group().strip()]
+        ends = [found.end() for found in self._END.finditer(text) if text[found.end() : found.end() + 1].strip() == ""]
+        rest = max(0, len(text) - text.endswith("\n"))
+        cuts = sorted({0, *ends, rest, len(text)})
+        return [(begin, end) for begin, end in pairwise(cuts) if text[begin:end].strip()]

@@ -17,6 +17,8 @@ from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
 
 FOLDED_BYTES, FEWEST_ROWS = 256 << 20, 16
 """Most bytes of a batch whose text is stored as a dictionary, and the fewest rows of one where it is nested too."""
+_UNREADABLE = (ValueError, OverflowError, LookupError)
+"""Of a value that no object of Python holds: bytes that are no text, a date after the year 9999, a zone of nowhere."""
 
 
 def read_parquet(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iterator[tuple[Batch, float]]:
@@ -144,9 +146,24 @@ def _documents(
 def _without_nanoseconds(table: pa.RecordBatch) -> pa.RecordBatch:
     """Return the table with times of nanoseconds as text: Python's objects hold microseconds."""
     for place, field in enumerate(table.schema):
-        if pa.types.is_timestamp(field.type) and field.type.unit == "ns":
-            table = table.set_column(place, field.name, table.column(place).cast(pa.string()))
+        kind = _held(field.type)
+        if kind != field.type:
+            table = table.set_column(place, field.name, table.column(place).cast(kind))
     return table
+
+
+def _held(kind: pa.DataType) -> pa.DataType:
+    """Return a type with text instead of times of nanoseconds, also inside lists, structs and maps."""
+    if (pa.types.is_timestamp(kind) or pa.types.is_time64(kind)) and kind.unit == "ns":
+        return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_held(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(_held(kind.key_type), _held(kind.item_type))
+    for is_kind, made in ((pa.types.is_list, pa.list_), (pa.types.is_large_list, pa.large_list)):
+        if is_kind(kind):
+            return made(kind.value_field.with_type(_held(kind.value_type)))
+    return kind
 
 
 def _add(batch: Batch, number: int, row: Any, take: TakeText, reject: Rejecter) -> bool:
@@ -154,6 +171,8 @@ def _add(batch: Batch, number: int, row: Any, take: TakeText, reject: Rejecter) 
     try:
         if isinstance(row, UnicodeDecodeError):
             raise FieldError(rejects.INVALID_UTF8, f"byte {row.start} is 0x{row.object[row.start]:02x}")
+        if isinstance(row, Exception):
+            raise FieldError(rejects.OUT_OF_RANGE, str(row))
         batch.add(number, take(row))
     except FieldError as error:
         reject(number, error.reason, error.detail)
@@ -161,16 +180,16 @@ def _add(batch: Batch, number: int, row: Any, take: TakeText, reject: Rejecter) 
     return True
 
 
-def _rows(table: pa.RecordBatch, texts: Sequence[str]) -> Iterator[dict | UnicodeDecodeError]:
+def _rows(table: pa.RecordBatch, texts: Sequence[str]) -> Iterator[dict | Exception]:
     """Yield the rows; the columns with the text are decoded."""
     binary = [name for name in texts if _has_bytes(table.schema.field(name).type)]
     try:
         yield from [_decoded_in(row, binary) for row in table.to_pylist()]
-    except UnicodeDecodeError:  # one bad string spoils the batch: go row by row
+    except _UNREADABLE:  # one bad value spoils the batch: go row by row
         for i in range(table.num_rows):
             try:
                 yield _decoded_in(table.slice(i, 1).to_pylist()[0], binary)
-            except UnicodeDecodeError as error:
+            except _UNREADABLE as error:
                 yield error
 
 

@@ -18,6 +18,7 @@ from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.hold_out import SIDES, HoldOut, Side, hold_out_of
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.options import TokenizeOptions
+from megatron_blackmamba.data_tools.origins import CLEANING, WORK
 from megatron_blackmamba.data_tools.progress import counted, listed
 from megatron_blackmamba.data_tools.readers import Format
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
@@ -139,6 +140,7 @@ def tokenize(
         return _both_sides(inputs, out_dir, options)
     remote = RemoteFolder.open(os.fspath(out_dir)) if is_remote(out_dir) else None
     shown, out_dir = out_dir, remote.folder if remote else Path(out_dir)
+    _refuse_cleaning(out_dir)
     planned = plan([os.fspath(path) for path in inputs], out_dir, options)
     say = (lambda _: None) if options.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
     if planned.ignored:
@@ -161,6 +163,7 @@ def tokenize(
             refuse_other_settings(job, tokenizer)
         _refuse_other_tokenizer(planned, tokenizer)
     tokenizer.save(Path(out_dir) / "tokenizer.json")  # for training, decoding and export
+    _refuse_cleaning(out_dir)  # which may have begun in the meantime
     if remote:
         remote.publish_tokenizer()
     cores = options.workers or usable_cores()
@@ -168,7 +171,32 @@ def tokenize(
         shards = make_shards(
             planned.mine, tokenizer, cores=cores, overwrite=options.overwrite, quiet=options.quiet, remote=remote
         )
+    if not any(made.manifest.documents for made in shards):
+        _refuse_none(planned, out_dir, remote)
     return Summary(shown, shards, time.monotonic() - start, planned.ignored)
+
+
+def _refuse_cleaning(out_dir: Path) -> None:
+    """Refuse a folder in which `filter`, `dedup` or `decontaminate` work or have worked."""
+    if (out_dir / WORK).exists() or (out_dir / CLEANING).exists():
+        raise InputError(f"{out_dir}: holds cleaned text, or is about to: choose another folder for the shards")
+
+
+def _refuse_none(planned: Plan, out_dir: Path, remote: RemoteFolder | None) -> None:
+    """Refuse a choice of documents that no shard of the folder has; an array's other shards may have some."""
+    others = [job for job in planned.jobs if job not in planned.mine]
+    if not all(job.manifest_path.exists() and not ShardManifest.read(job.manifest_path).documents for job in others):
+        return
+    _remove([job.manifest_path for job in planned.jobs], remote)
+    hold_out = planned.jobs[0].hold_out
+    if hold_out:
+        raise InputError(
+            f"{out_dir}: no document for {hold_out.side}: the corpus is too small for this --hold-out."
+            " Choose another share"
+        )
+    raise InputError(
+        f"{out_dir}: no document has as many tokens as --min-tokens and --max-tokens ask for. Choose other limits"
+    )
 
 
 def _both_sides(

@@ -264,7 +264,7 @@ def _compare(verdicts: list[Verdict]) -> None:
         if verdict.problems:
             continue
         manifest = ShardManifest.read(beside(verdict.prefix, MANIFEST_SUFFIX))
-        other = first_with.setdefault(manifest.bin_sha256, verdict.prefix)
+        other = first_with.setdefault(manifest.bin_sha256, verdict.prefix) if manifest.tokens else verdict.prefix
         if other != verdict.prefix:
             verdict.problems.append(f"has the same tokens as {other}: they would be read twice")
         files = sorted({source.sha256 for source in manifest.sources if source.documents})

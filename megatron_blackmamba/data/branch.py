@@ -2,11 +2,18 @@
 
 A source that both hold goes on where the trunk left it, so that none of its text is read twice before an epoch ends.
 The other sources of the new mixture begin. The position in the data stays the trunk's, as do sample numbers.
+
+A branch with another sequence length has a numbering of its own. Its mixture says what the trunk has read of each
+source, so that it reads the rest of the epoch where that is possible (`formats/reads.py`).
 """
 
 from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
 
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, Phase, content_fingerprint
+from megatron_blackmamba.formats.reads import Read
+from megatron_blackmamba.formats.schedule import Schedule
 
 
 def continued(trunk: Mixture, then: Mixture, first: int, sequence_length: int) -> Mixture:
@@ -45,4 +52,30 @@ def continued(trunk: Mixture, then: Mixture, first: int, sequence_length: int) -
     phases.append(Phase(from_sample=first, weights=begun))
     for phase in then.phases:
         phases.append(Phase(from_sample=first + phase.start(sequence_length), weights=weights(phase.weights)))
-    return Mixture(sources=list(sources.values()), phases=phases, max_overlap=then.max_overlap)
+    return Mixture(
+        sources=list(sources.values()), phases=phases, max_overlap=then.max_overlap, read_before=trunk.read_before
+    )
+
+
+def after(record: Mapping[str, Any], first: int, then: Mixture) -> Mixture:
+    """Return the mixture of a branch of another length, which has read what a trunk has before sample `first`.
+
+    record: The trunk's data (as DataPlan.record), which need not be there anymore.
+    """
+    return then.independent().model_copy(update={"read_before": _read_before(record, first)})
+
+
+def _read_before(record: Mapping[str, Any], first: int) -> dict[str, list[Read]]:
+    """Return what a run and those before it have read of each source, by content."""
+    read = {
+        content: [Read.model_validate(each) for each in reads]
+        for content, reads in record.get("read_before", {}).items()
+    }
+    prints = {source["name"]: source["fingerprint"] for source in record["sources"]}
+    shares = [[Fraction(phase["shares"][name]) for name in prints] for phase in record["phases"]]
+    schedule = Schedule(shares, [phase["from_sample"] for phase in record["phases"]], list(prints.values()))
+    for content, samples in zip(prints.values(), schedule.counts(first), strict=True):
+        if samples:
+            now = Read(sequence_length=record["sequence_length"], samples=samples)
+            read[content] = [*read.get(content, []), now]
+    return read

@@ -44,7 +44,14 @@ def differences(saved: Record, current: Record, position: int) -> list[str]:
             lines.append(f"source {name!r} is gone")
         elif then[name]["fingerprint"] != today[name]["fingerprint"]:
             lines += _content_difference(then[name], today[name])
+        elif (was := _read(saved, then[name])) != (now_read := _read(current, today[name])):
+            lines.append(f"source {name!r}: earlier runs have read {was} then, {now_read} now")
     return lines
+
+
+def _read(record: Record, source: Record) -> str:
+    reads = record.get("read_before", {}).get(source["fingerprint"], ())
+    return ", ".join(f"{read['samples']} × {read['sequence_length']} tokens" for read in reads) or "nothing"
 
 
 def _phases_before(record: Record, position: int) -> list[Record]:

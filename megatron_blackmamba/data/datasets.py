@@ -4,17 +4,16 @@ As in GPTDataset, a sample is a window of sequence_length inputs and their label
 Consecutive windows share one token: the last label of one is the first input of the next.
 """
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.data.permutation import Permutation
+from megatron_blackmamba.data.order import WindowOrder
 from megatron_blackmamba.data.stream import TokenStream
-from megatron_blackmamba.formats.schedule import epochs_of, most_samples
+from megatron_blackmamba.formats.reads import Read, SourceEpochs
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
@@ -64,11 +63,9 @@ class WindowDataset(MegatronDataset):
 
 
 class EpochDataset(WindowDataset):
-    """A source in training: in every epoch each window once, in an order of that epoch's own.
+    """A source in training: in every epoch each window once (`WindowOrder`).
 
-    The windows of an epoch start at a token drawn for that epoch and go once around the ring of tokens. So texts are
-    cut elsewhere in every epoch, and the tail that does not fill a window (tokens modulo sequence_length) is not always
-    the same text. Everything follows from (seed, content, epoch): nothing is stored, and there is no last epoch.
+    Everything follows from (seed, content, epoch, reads): nothing is stored, and there is no last epoch.
     """
 
     def __init__(
@@ -80,45 +77,49 @@ class EpochDataset(WindowDataset):
         *,
         samples: int,
         max_epochs: float | None = None,
+        reads: Sequence[Read] = (),
     ) -> None:
+        """Serve a source.
+
+        Args:
+            samples: Number of samples that the run reads.
+            max_epochs: Refuse a run that reads more.
+            reads: What earlier runs with other sequence lengths have read.
+        """
         super().__init__(name, fingerprint, samples, Split.train, config)
         self.stream = stream
-        self.windows = stream.tokens // config.sequence_length
-        if self.windows < 1:
+        if stream.tokens < config.sequence_length:
             raise DataError(
                 f"source {name!r}: {stream.tokens} tokens are less than one sample of {config.sequence_length}; "
                 "give it more data, or train on shorter sequences"
             )
-        self.limit = None if max_epochs is None else most_samples(max_epochs, config.sequence_length, stream.tokens)
+        self._epochs = SourceEpochs(stream.tokens, config.sequence_length, reads)
+        self.order = WindowOrder(self._epochs, f"{config.random_seed} {fingerprint}")
+        self.limit = None if max_epochs is None else self._epochs.most_samples(max_epochs)
         if self.limit is not None and samples > self.limit:
             raise DataError(
                 f"source {name!r}: the plan reads {samples} samples, {self.epochs(samples):.4f} epochs of "
                 f"{stream.tokens} tokens, and its max_epochs is {max_epochs}: lower its weight, train on fewer tokens, "
                 "or raise max_epochs"
             )
-        self._epochs: dict[int, tuple[Permutation, int]] = {}
+
+    @property
+    def windows(self) -> int:
+        return self.order.windows
 
     def epochs(self, samples: int) -> float:
-        """Return how often this number of samples reads each token, on average."""
-        return epochs_of(samples, self.config.sequence_length, self.stream.tokens)
+        """Return how often this number of samples and the earlier runs read each token, on average."""
+        return self._epochs.epochs(samples)
+
+    def read_again(self, samples: int) -> float:
+        """Return about how many tokens of these samples earlier runs have read in an epoch that they did not end."""
+        return self._epochs.read_again(samples)
 
     def place(self, index: int) -> int:
         """Return the position of the first token of sample `index`."""
-        epoch, position = divmod(index, self.windows)
         if index < 0 or (self.limit is not None and index >= self.limit):
             raise DataError(f"source {self.name!r}: sample {index} lies beyond max_epochs ({self.limit} samples)")
-        order, start = self.epoch(epoch)
-        return (start + order[position] * self.config.sequence_length) % self.stream.tokens
-
-    def epoch(self, epoch: int) -> tuple[Permutation, int]:
-        """Return the order of an epoch's windows, and the position at which its first window starts."""
-        known = self._epochs.get(epoch)
-        if known is None:
-            key = f"{self.config.random_seed} {self.fingerprint} {epoch}".encode()
-            start = int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"start").digest(), "little")
-            known = Permutation(self.windows, key), start % self.stream.tokens
-            self._epochs = {epoch: known, **dict(list(self._epochs.items())[:1])}  # readers cross an epoch's end
-        return known
+        return self.order.place(index)
 
     def window(self, index: int) -> np.ndarray:
         return self.stream.read(self.place(index), self.config.sequence_length + 1)

@@ -49,7 +49,18 @@ class DataPlan:
         """Return the fingerprint of the endless sequence of samples; it is equal if and only if all samples are."""
         decisive = {key: self.record[key] for key in ("version", "kind", "seed", "sequence_length", "phases")}
         decisive["sources"] = [(source["name"], source["fingerprint"]) for source in self.record["sources"]]
+        if "read_before" in self.record:
+            decisive["read_before"] = self.record["read_before"]
         return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def read_again(self) -> dict[str, tuple[float, int]]:
+        """Return the tokens of each source that are read again before an epoch ends, and all that are read."""
+        counts = self.train.schedule.counts(len(self.train))
+        return {
+            dataset.name: (dataset.read_again(samples), samples * dataset.config.sequence_length)
+            for dataset, samples in zip(self.train.datasets, counts, strict=True)
+            if isinstance(dataset, EpochDataset)
+        }
 
     def describe(self) -> dict[str, Any]:
         """Return the record, with the fingerprint and the planned samples of each source."""
@@ -116,7 +127,15 @@ def _build_mixture(
     schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)
     core = _core_config(config, mixture.names)
     train = [
-        EpochDataset(source.name, stream, fingerprint, core, samples=samples, max_epochs=source.max_epochs)
+        EpochDataset(
+            source.name,
+            stream,
+            fingerprint,
+            core,
+            samples=samples,
+            max_epochs=source.max_epochs,
+            reads=mixture.read_before.get(fingerprint, ()),
+        )
         for source, stream, fingerprint, samples in zip(
             mixture.sources, streams, prints, schedule.counts(total_samples), strict=True
         )
@@ -143,6 +162,10 @@ def _build_mixture(
     record = _record(
         config, sources, schedule, _describe_tokenizer([shard for shards, _ in opened for shard in shards])
     )
+    if mixture.read_before:
+        record["read_before"] = {
+            content: [read.model_dump() for read in reads] for content, reads in mixture.read_before.items()
+        }
     shards = [shard for both in opened for part in both for shard in part]
     return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record, shards)
 

@@ -24,6 +24,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Valida
 
 from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples, is_among
 from megatron_blackmamba.formats.find_shards import shards_at
+from megatron_blackmamba.formats.reads import Read
 from megatron_blackmamba.formats.remote import is_remote, local
 from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
@@ -127,6 +128,8 @@ class Mixture(Section):
     phases: list[Phase] = Field([])
     max_overlap: float = Field(0.1, ge=0, le=1)
     """Largest share of a source's validation documents that training shards may hold too; 1 allows all."""
+    read_before: dict[str, list[Read]] = Field({})
+    """What runs with other sequence lengths have read of a source, by its content; a branch writes this."""
     _folder: Path = PrivateAttr(Path("."))
 
     @model_validator(mode="after")
@@ -355,7 +358,7 @@ def check_together(
                     f"source {name!r}: {shard.prefix} was made with another tokenizer ({manifest.tokenizer}) "
                     f"than {first.prefix} ({first.manifest.tokenizer}): tokenize one of them again"
                 )
-            if manifest.bin_sha256 in seen:
+            if manifest.tokens and manifest.bin_sha256 in seen:
                 other, source = seen[manifest.bin_sha256]
                 same = f"is in source {source!r} too" if other == shard.prefix else f"holds the same tokens as {other}"
                 if number >= len(training):

@@ -25,9 +25,9 @@ _HALF_BITS = _BITS // 2
 MAX_SAMPLES = 2**43  # more would overflow 64 bits; at 2,048 tokens a sample, 18 quadrillion tokens
 
 
-def epochs_of(samples: int, sequence_length: int, tokens: int) -> float:
-    """Return how often samples of a source with so many tokens read each of them, on average."""
-    return samples * sequence_length / tokens
+def epochs_of(samples: int, sequence_length: int, tokens: int, before: int = 0) -> float:
+    """Return how often samples of a source with so many tokens read each of them, after `before` tokens."""
+    return (before + samples * sequence_length) / tokens
 
 
 def repetition(epochs: Mapping[str, float | None]) -> str:
@@ -39,9 +39,9 @@ def repetition(epochs: Mapping[str, float | None]) -> str:
     return often and f"the run reads sources more than once: {often}. Set their max_epochs to accept or refuse that."
 
 
-def most_samples(max_epochs: float, sequence_length: int, tokens: int) -> int:
-    """Return the largest number of samples with at most these epochs, for the plan and for training."""
-    return int(Fraction(str(max_epochs)) * tokens / sequence_length)
+def most_samples(max_epochs: float, sequence_length: int, tokens: int, before: int = 0) -> int:
+    """Return the largest number of samples with at most these epochs, `before` included, for the plan and training."""
+    return max(0, int((Fraction(str(max_epochs)) * tokens - before) / sequence_length))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -440,9 +440,9 @@ class TokenFile:
             self._read_in_parts(ids.view(np.uint8), start * self._dtype.itemsize)
         return ids
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "_file"):
-            os.close(self._file)
+            close(self._file)  # at exit, `os` may be gone
 
     def _read(self, target: np.ndarray, offset: int) -> int:
         try:

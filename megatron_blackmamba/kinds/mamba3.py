@@ -118,16 +118,16 @@ class Mamba3(LayerKind):
         """Return the bytes saved for the backward pass.
 
         The projections save in_proj's input and output. The norms save B and C, and their results. `Rates.of` saves
-        ten numbers of a head, and the angles. The gate saves the scan's output, both factors and their product; with
-        several outputs, for each of them in fp32, and z too. Context parallelism adds the state at the start and the
-        decays of all parts.
+        nine numbers of a head, and the angles twice. The gate saves the scan's output, both factors and their product;
+        with several outputs, for each of them in fp32, and z too. Context parallelism adds the state at the start and
+        the decays of all parts.
         """
         (I, RGN, H, S), R = _sizes(at.model), at.model.mamba3.rank
         width, wide = at.width, max(at.width, FP32)
         copies = 1 if width == wide else 2  # a norm keeps its input in fp32
         each = width * (sum(rows(at.model)) + (1 + R) * I + 2 * RGN)
         each += width * I if R == 1 else wide * (3 * R + copies - 1) * I
-        each += wide * (10 * H + S + H * S + copies * 2 * RGN + 2 * R * at.model.mamba3.groups)
+        each += wide * (9 * H + 2 * S + H * S + copies * 2 * RGN + 2 * R * at.model.mamba3.groups)
         if at.model.mamba3.output_norm:
             each += R * (width * I + wide * (copies * I + H))
         start = FP32 * (I * at.model.mamba3.state_size + at.context * H) if at.context > 1 else 0

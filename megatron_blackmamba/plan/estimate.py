@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.formats.reads import refusal, reread
 from megatron_blackmamba.plan import flops, layouts, memory, parameters, scaling, storage, times, traffic
 from megatron_blackmamba.plan.advice import advice
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES, Goodput, goodput
@@ -232,8 +233,13 @@ def _sources(config: RunConfig, begins: Beginning) -> tuple[tuple[Source, ...], 
         planned.check()
     except MixtureError as error:
         refused = str(error)
+    again = reread({s.name: (s.read_again, s.samples * length) for s in planned.sources})
+    if again and begins.relength and not config.start.reread:
+        refused = refused or refusal(length, again)
     sources = (
-        Source(s.name, s.probability, (s.samples - s.before) * length, s.epochs, s.max_epochs, s.before * length)
+        Source(
+            s.name, s.probability, (s.samples - s.before) * length, s.epochs, s.max_epochs, s.read + s.before * length
+        )
         for s in planned.sources
     )
     return tuple(sources), missing, refused

@@ -21,6 +21,8 @@ class Beginning:
     """What a branch composes of its trunk's mixture and its own; None: data.mixture as it is."""
     trunk: Path | None = None
     """The checkpoint."""
+    relength: bool = False
+    """A branch has another sequence length than its trunk."""
 
 
 @dataclass(frozen=True)

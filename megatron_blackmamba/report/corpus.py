@@ -8,6 +8,7 @@ from html import escape
 from megatron_blackmamba.data_tools.corpus_figures import VALIDATION, Corpus, Group
 from megatron_blackmamba.data_tools.inspection import QUANTILES, text_of_ids, tokenizer_of
 from megatron_blackmamba.data_tools.near_copies import SIMILARITY, Place
+from megatron_blackmamba.data_tools.progress import listed
 from megatron_blackmamba.data_tools.provenance import origin
 from megatron_blackmamba.report import charts, html
 
@@ -21,7 +22,7 @@ _DRAWN_TOGETHER = 4
 
 def render(corpus: Corpus, paths: Sequence[str], tokenizer: str | None = None) -> str:
     """Return the whole page as one HTML string."""
-    title = f"{', '.join(paths)} · corpus"
+    names = listed(paths)
     sections = [
         html.section("Sources", []) + _sources(corpus.groups),
         html.section("Lengths", _lengths(corpus.groups), "Tokens of a document, with its end-of-document token.")
@@ -31,9 +32,11 @@ def render(corpus: Corpus, paths: Sequence[str], tokenizer: str | None = None) -
         _contamination(corpus),
         _documents(corpus.groups),
     ]
-    header = f"<h1>{escape(', '.join(paths))}</h1>{_facts(corpus.groups)}"
-    command = f"blackmamba data report {' '.join(paths)}"
-    return html.page(title, header, sections, f"Written {datetime.now():%Y-%m-%d %H:%M} by {escape(command)}.")
+    header = f"<h1>{escape(names)}</h1>{_facts(corpus.groups)}"
+    command = f"blackmamba data report {names}"
+    return html.page(
+        f"{names} · corpus", header, sections, f"Written {datetime.now():%Y-%m-%d %H:%M} by {escape(command)}."
+    )
 
 
 def _facts(groups: Sequence[Group]) -> str:

@@ -9,9 +9,9 @@ STYLE = """
 --skip:#ff7a70;--restart:#8b94a1}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif;
--webkit-text-size-adjust:100%}
+-webkit-text-size-adjust:100%;overflow-wrap:anywhere}
 main{max-width:1080px;margin:0 auto;padding:24px 16px 48px}
-h1{font-size:1.7rem;margin:0 0 12px;overflow-wrap:anywhere}
+h1{font-size:1.7rem;margin:0 0 12px}
 h2{font-size:1.15rem;margin:36px 0 8px;padding-top:12px;border-top:1px solid var(--rule)}
 p{margin:0 0 12px;color:var(--soft);max-width:70ch}
 .facts{display:flex;flex-wrap:wrap;gap:8px 28px;margin:0}
@@ -29,12 +29,12 @@ figcaption{font-weight:600;font-size:.9rem;margin-bottom:4px}
 .equal{stroke:var(--paper);stroke-width:1.5;opacity:.9}
 .mark{stroke-width:1.2;stroke:var(--restart);stroke-dasharray:3 3}.mark.skipped{stroke:var(--skip)}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;margin:4px 0 0;font-size:.8rem}
-.key{white-space:nowrap}.swatch{display:inline-block;width:14px;height:3px;border-radius:2px;background:var(--c);
+.swatch{display:inline-block;width:14px;height:3px;border-radius:2px;background:var(--c);
 vertical-align:middle;margin-right:5px}
 .c0{--c:var(--c0)}.c1{--c:var(--c1)}.c2{--c:var(--c2)}.c3{--c:var(--c3)}
 .c4{--c:var(--c4)}.c5{--c:var(--c5)}.c6{--c:var(--c6)}.c7{--c:var(--c7)}
 pre{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:12px;white-space:pre-wrap;
-overflow-wrap:anywhere;font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace;margin:0 0 12px}
+font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace;margin:0 0 12px}
 details{margin-top:16px}summary{cursor:pointer;font-weight:600}
 details pre{margin-top:8px}
 .wide{overflow-x:auto;margin:12px 0;font-size:.82rem;font-variant-numeric:tabular-nums}
@@ -42,5 +42,5 @@ details pre{margin-top:8px}
 .wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
 .wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}.wide thead th{color:var(--soft)}
 ul{padding-left:20px}li{font-size:.9rem}
-footer{margin-top:40px;color:var(--soft);font-size:.8rem;overflow-wrap:anywhere}
+footer{margin-top:40px;color:var(--soft);font-size:.8rem}
 """

@@ -243,6 +243,8 @@ class StartConfig(Section):
     """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
     branch: UserPath | None = None
     """RUN or RUN@STEP: go on from a checkpoint of another run, with its optimizer, steps and place in the data."""
+    reread: bool = False
+    """Let a branch with another sequence length read text again that its trunk has read."""
 
     @model_validator(mode="after")
     def _one_start(self) -> "StartConfig":

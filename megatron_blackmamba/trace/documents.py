@@ -163,33 +163,15 @@ class Tracer:
 
     def _readings_of(self, source: int, shard: Shard, document: int) -> Iterator[Reading]:
         dataset, schedule, end = self._dataset(source), self.plan.train.schedule, self.steps.end
-        size, tokens = dataset.config.sequence_length, dataset.stream.tokens
         start, length = shard.span(document)
         start += dataset.stream.start_of(shard)
-        given = schedule.counts(end)[source]
-        for epoch in range(-(-given // dataset.windows)):
-            order, begin = dataset.epoch(epoch)
-            offset = (start - begin) % tokens  # where the document begins on the way around the ring
-            for window, first, count in _windows(offset, length, size, dataset.windows, tokens):
-                within = epoch * dataset.windows + order.position_of(window)
-                sample = schedule.sample_of(source, within, end)
-                step = None if sample is None else self.steps.step_of(sample)
-                if sample is not None and step is not None:
-                    yield Reading(step, sample, epoch + 1, first, count, length)
+        for part in dataset.order.parts(start, length, schedule.counts(end)[source]):
+            sample = schedule.sample_of(source, part.sample, end)
+            step = None if sample is None else self.steps.step_of(sample)
+            if sample is not None and step is not None:
+                yield Reading(step, sample, part.epoch + 1, part.first_token, part.tokens, length)
 
     def _dataset(self, source: int) -> EpochDataset:
         dataset = self.plan.train.datasets[source]
         assert isinstance(dataset, EpochDataset)
         return dataset
-
-
-def _windows(offset: int, length: int, size: int, windows: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the windows of an epoch that hold a part of a document: window, first token in the document, tokens.
-
-    Window w holds the tokens w·size to w·size + size of the ring, its last label included. The document begins at
-    token `offset` of the ring, and may leave the ring at its end and enter it again at its beginning.
-    """
-    for begin in (offset - tokens, offset, offset + tokens):
-        for window in range(max(0, -(-(begin - size) // size)), min(windows - 1, (begin + length - 1) // size) + 1):
-            first, end = max(begin, window * size), min(begin + length, window * size + size + 1)
-            yield window, first - begin, end - first

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.data import refuse_changed_data
-from megatron_blackmamba.data.branch import continued
+from megatron_blackmamba.data import DataPlan, refuse_changed_data
+from megatron_blackmamba.data.branch import after, continued
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
+from megatron_blackmamba.formats.reads import refusal, reread
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan.stages import Beginning
 from megatron_blackmamba.runtime.world import World
@@ -63,7 +64,11 @@ class Branch:
     def mixture(self, config: RunConfig) -> Mixture | None:
         """Return the trunk's mixture up to the branch and the branch's after it; None if data.mixture says it all."""
         ours, theirs = config.data.mixture, self.trunk.data.mixture
-        if self.relength or ours is None or theirs is None or ours == theirs:
+        if ours is None or theirs is None:
+            return None
+        if self.relength:
+            return after(self.state["data"], Progress.restored(self.state["progress"]).next_sample, Mixture.read(ours))
+        if ours == theirs:
             return None
         try:
             before = Mixture.read(theirs)
@@ -72,8 +77,8 @@ class Branch:
                 f"start.branch={config.start.branch}: needs the trunk's mixture as well as its own: {error}"
             ) from None
         then = Mixture.read(ours)
-        if before.independent() == then.independent():
-            return None
+        if _order(before) == _order(then):
+            return before.independent() if before.read_before else None
         return continued(before, then, self.progress.next_sample, config.data.sequence_length)
 
     def refuse_data(self, record: dict[str, Any]) -> None:
@@ -82,12 +87,22 @@ class Branch:
         if not self.relength:
             refuse_changed_data(self.state["data"], record, self.progress.next_sample)
 
+    def refuse_reread(self, config: RunConfig, data: DataPlan) -> None:
+        """Refuse sequences of another length that read text again, unless the config accepts that."""
+        again = self._again(data)
+        if again and not config.start.reread:
+            raise ResumeError(f"start.branch={config.start.branch}: {refusal(config.data.sequence_length, again)}")
+
+    def _again(self, data: DataPlan) -> str:
+        """Return how much a branch with another sequence length reads again."""
+        return reread(data.read_again()) if self.relength else ""
+
     def reads_on(self, record: dict[str, Any]) -> bool:
         """Return whether the branch goes on with the trunk's data."""
         kept = ("sequence_length", "phases", "sources")
         return all(record[key] == self.state["data"][key] for key in kept)
 
-    def event(self, config: RunConfig, **more: Any) -> Branched:
+    def event(self, config: RunConfig, data: DataPlan, **more: Any) -> Branched:
         """Describe the beginning of the branch."""
         progress, own = self.progress, RunFolder(Path(config.folder) / config.name).mixture
         return Branched(
@@ -97,7 +112,7 @@ class Branch:
             steps_left=config.steps_left(progress.consumed_samples),
             tokens_per_step=config.batch_at(progress.consumed_samples) * config.data.sequence_length,
             relength=self.relength,
-            changes=list(self.changes),
+            changes=[*self.changes, *filter(None, [self._again(data)])],
             mixture=str(own) if config.data.mixture == str(own.resolve()) else None,
             **more,
         )
@@ -133,7 +148,11 @@ def find_branch(config: RunConfig) -> Branch | None:
     changes = _changes(config, trunk, checkpoint)
     relength = config.data.sequence_length != trunk.data.sequence_length
     if relength:
-        progress = progress.at_length(trunk.data.sequence_length, config.data.sequence_length)
+        progress = progress.at_length(
+            trunk.data.sequence_length,
+            config.data.sequence_length,
+            progress.next_sample if config.data.kind == "synthetic" else 0,  # endless: no sample is of the same text
+        )
     if progress.consumed_samples >= config.samples:
         done = progress.consumed_samples * config.data.sequence_length
         raise ResumeError(
@@ -142,6 +161,11 @@ def find_branch(config: RunConfig) -> Branch | None:
         )
     changes += rate_change(trunk, config, step, progress.consumed_samples)
     return Branch(checkpoint, step, trunk, state, relength, progress, tuple(changes))
+
+
+def _order(mixture: Mixture) -> dict[str, Any]:
+    """Return what decides the order of a mixture's sources."""
+    return mixture.independent().model_dump(exclude={"read_before"})
 
 
 def _begins(config: RunConfig) -> bool:
@@ -208,4 +232,5 @@ def beginning(config: RunConfig) -> Beginning:
         progress.end_of_data(config),
         branch.mixture(config) if readable else None,
         branch.checkpoint,
+        branch.relength,
     )

@@ -158,11 +158,12 @@ class Trainer:
             self.event(events.Resumed(changes=changes, **at, **size))
         elif self.branch:  # take over another run's checkpoint
             self.branch.refuse_data(self.data.record)
+            self.branch.refuse_reread(self.config, self.data)
             protected = self.keeper.load_from(self.branch.checkpoint, self.branch.step)
             if self.branch.reads_on(self.data.record):  # the losses of other data say nothing of a spike
                 self.watch.restore(self.branch.state["guard"])
             self.begun_at = self.branch.step
-            self.event(self.branch.event(self.config, processes=self.world.size, protected=protected))
+            self.event(self.branch.event(self.config, self.data, processes=self.world.size, protected=protected))
         else:
             if weights:
                 resume.refuse_start_tokenizer(self.config, self.data.record)

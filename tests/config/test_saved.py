@@ -119,7 +119,7 @@ def as_version_1(content):
     kernels, start, resume = (content.pop(name) for name in ("kernels", "start", "resume"))
     for newer in ("ssd", "scan_states", "if_missing"):
         del kernels[newer]
-    del start["branch"]
+    del start["branch"], start["reread"]
     return content | {"model": content["model"] | kernels, "init": start | resume}
 
 

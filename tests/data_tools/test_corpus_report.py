@@ -1,6 +1,7 @@
 """The page of a corpus: planted near-copies, items and languages are in it, and a browser draws it."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -31,7 +32,8 @@ def corpus(tmp_path_factory, tokenizer_file):
     """Write two sources and validation shards with 12 planted near-copies, and return the folder."""
     from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
 
-    folder = tmp_path_factory.mktemp("corpus")
+    folder = tmp_path_factory.mktemp("corpus") / ("a_long_name_without_a_space" * 4)  # which a phone has to break
+    folder.mkdir()
     web = [prose(i) for i in range(60)]
     books = [prose(100 + i) for i in range(40)] + [edited(text) for text in web[:7]] + ["Сегодня идёт дождь. " * 9] * 3
     texts = {"web": web, "books": books, "held_out": [prose(300), *map(edited, web[20:25]), f"{prose(301)} {ITEM}"]}
@@ -112,6 +114,14 @@ def test_the_page_is_whole_and_escaped(page):
     for expected in ("web (validation)", "60 of 60", "held_out.jsonl, record 6", "Evaluation items", "99% quantile"):
         assert expected in text
     assert "<b>" not in text.replace("<b></b>", "")
+
+
+def test_many_paths_are_named_briefly(figures):
+    """No line may be longer than a phone is wide: names break anywhere, except in tables, which scroll."""
+    text = render(figures, [f"/data/tokens/web/shard_{number:05d}" for number in range(500)])
+    assert max(map(len, re.findall(r"<h1>.*?</h1>|<title>.*?</title>|<footer>.*?</footer>", text))) < 300
+    assert re.search(r"body\{[^}]*overflow-wrap:anywhere", text)
+    assert "nowrap" not in re.sub(r"\.wide (th|td)[^}]*\}|\.u-[^}]*\}", "", text)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")

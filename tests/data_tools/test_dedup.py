@@ -18,6 +18,7 @@ from megatron_blackmamba.data_tools.rejects import InputError
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
 from benchmarks.dedup_families import Words, _copies, _without_origin, judged, ours
+from megatron_blackmamba.data_tools import dedup_estimate
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
@@ -299,3 +300,36 @@ def test_korean_and_english_keep_their_words():
     shingler = Shingler(2, SpacedWords())
     assert len(shingler("세 단어 문장")) == len(shingler("of three words")) == 2
     assert len(shingler("漢字四つの文")) == 4
+
+
+def test_equal_long_words_are_copies(write_jsonl, tmp_path):
+    choose = random.Random(3)
+    genes = ["".join(choose.choices("ACGT", k=5000)) for _ in range(2)]
+    corpus = write_jsonl("a.jsonl", [genes[0], genes[0].lower(), genes[1], "short", "short", genes[0]])
+    dedup(corpus, tmp_path / "out")
+    assert sum(kept(tmp_path / "out").values()) == 4 and len(rows(tmp_path / "out")) == 2
+
+
+def test_parts_and_pieces_find_the_same_copies(words, tmp_path, monkeypatch):
+    """A large corpus has several parts, and several ranges of keys; here both are small."""
+    lines = (
+        _copies(words, random.Random(4), each=20).write(tmp_path / "all.jsonl").read_text().splitlines(keepends=True)
+    )
+    (tmp_path / "raw").mkdir()
+    for number in range(3):
+        (tmp_path / f"raw/{number}.jsonl").write_text("".join(lines[number::3]))
+    dedup(tmp_path / "raw", tmp_path / "whole", "--workers", "1")
+    monkeypatch.setattr(dedup_estimate, "RANGE_BYTES", 1500)
+    dedup(tmp_path / "raw", tmp_path / "pieces", "--part-size", "1KB", "--workers", "1")
+    assert len([*(tmp_path / "pieces").glob("part_*")]) == 3
+    assert len([*(tmp_path / "pieces/.work/dedup/2_copies/completions").iterdir()]) > 2
+    assert rows(tmp_path / "pieces") == rows(tmp_path / "whole") != []
+
+
+def test_report_counts_members_close_to_the_threshold(words, write_jsonl, tmp_path):
+    """Every 18th word replaced gives a similarity of 0.78, every 40th 0.89; 0.7 is asked for."""
+    text = " ".join(words.take(200))
+    copies = [edited(text, 18), edited(text, 40), edited(text, 40, 5)]
+    dedup(write_jsonl("a.jsonl", [f"{text} and so on", *copies]), tmp_path / "out", "--similarity", "0.7")
+    (cluster,) = json.loads((tmp_path / "out/.work/dedup/clusters.json").read_text())["largest"]
+    assert (cluster["documents"], cluster["close to the threshold"]) == (4, 0.333)

@@ -5,17 +5,22 @@ import random
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
 from datatrove.data import Document
 from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
+from datatrove.pipeline.formatters import PIIFormatter
 
 from megatron_blackmamba.data_tools import filtering
-from megatron_blackmamba.data_tools.filter_tally import SHOWN, Draw
+from megatron_blackmamba.data_tools.filter_tally import SHOWN, Draw, Tally
 from megatron_blackmamba.data_tools.origins import WORK, refuse_incomplete
+from megatron_blackmamba.data_tools.pii import Pii
 from megatron_blackmamba.data_tools.recipes import KINDS, Language, read_recipe
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.splitters import PlainWords
@@ -160,6 +165,15 @@ def test_a_killed_filter_continues(corpus, tmp_path):
         ("- c4\n- c4", "names c4 twice"),
         ("gopher_quality: {}", "not a list of rules"),
         ("- a: [", "recipe.yaml, line 1: not YAML"),
+        ("- c4: {max_word_length: null}", "max_word_length: None is not a number. The default is 1000"),
+        ("- fineweb: {line_punct_thr: null}", "line_punct_thr: None is not a number"),
+        ("- gopher_quality: {min_doc_words: .nan}", "min_doc_words: nan is not a number. The default is 50; null"),
+        ("- gopher_repetition: {top_n_grams: null}", "top_n_grams: None is not a list of pairs"),
+        ("- gopher_repetition: {top_n_grams: [2, 0.2]}", "top_n_grams: [2, 0.2] is not a list of pairs"),
+        ("- gopher_repetition: {dup_n_grams: [[0, 0.2]]}", "dup_n_grams: [[0, 0.2]] is not a list of pairs"),
+        ("- pii: {email_replacement: [1]}", "email_replacement: [1] is not a list of texts"),
+        ("- fineweb: {stop_chars: [1]}", "stop_chars: [1] is not a list of texts"),
+        ("- language: {languages: [en, xx]}", "languages: the model does not know xx. Choose af, als,"),
         ("- language: {model: absent.bin}", "language: model: no such file: absent.bin"),
     ],
 )
@@ -242,3 +256,108 @@ def test_documents_in_other_languages_are_removed(tmp_path):
     assert [row["rule"] for row in counts["rules"]] == ["language", "language: zh"]
     assert [record["filter"]["language"] for record in kept(tmp_path / "out")] == ["en", "de"]
     assert all(kind in KINDS for kind in ("language", "pii"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "gopher_quality: {min_doc_words: null, max_doc_words: null, stop_words: [the, of]}",
+        "gopher_repetition: {dup_line_frac: null, top_n_grams: [[2, 0.2]], dup_n_grams: [[5, 1]]}",
+        "fineweb: {stop_chars: [., '!']}",
+        "c4: {max_word_length: -1}",
+        "pii: {email_replacement: [a@b.org], ip_replacement: ['0.0.0.0']}",
+    ],
+)
+def test_accepted_values_judge_documents(tmp_path, given):
+    (tmp_path / "recipe.yaml").write_text(f"- {given}\n")
+    (rule,) = read_recipe(str(tmp_path / "recipe.yaml"), None)
+    for text in (f"{prose(1)} jane@uni-x.edu 8.8.8.8", *PLANTED.values()):
+        assert rule.check(Document(text, "1")) is None or "removed" not in rule.check(Document(text, "1"))
+
+
+ADDRESSES = st.lists(
+    st.sampled_from(
+        ["jane.doe", "@", "uni-x.edu", ".", "-", " ", "é", "8.8.8.8", "[1.2.3.4", "/", "=", "x", "\n", '"']
+    ),
+    max_size=14,
+).map("".join)
+
+
+@settings(deadline=None, max_examples=400)
+@given(ADDRESSES)
+def test_addresses_are_replaced_as_datatrove_does(text):
+    document = Document(text, "1")
+    Pii().filter(document)
+    theirs = PIIFormatter()
+    assert document.text == theirs.format(text)
+    assert document.metadata["replaced"]["emails"] == len(theirs.emails_replacer.regex.findall(text))
+
+
+def test_address_inside_an_email_counts_once():
+    document = Document("Write to jane@8.8.8.8 or call 8.8.4.4.", "1")
+    Pii().filter(document)
+    assert document.metadata["replaced"] == {"emails": 1, "addresses": 1}
+    assert document.text == "Write to email@example.com or call 22.214.171.124."
+
+
+SENTENCES = re.compile(r".*?[.!?…。！？]+[\"'”’)\]]*(?=\s|$)|.+?$", re.DOTALL)
+"""What a sentence is, in quadratic time."""
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.text(st.sampled_from("ab .!?…。\"')\n\x1c\u2028"), max_size=30))
+def test_sentences_end_with_a_mark_and_a_space(text):
+    expected = [found.span() for found in SENTENCES.finditer(text) if found.group().strip()]
+    assert PlainWords().span_tokenize(text) == expected
+
+
+LONG = 200_000
+AWKWARD = {
+    "base64": "".join(random.Random(1).choices(LETTERS + LETTERS.upper() + "0123456789+/", k=LONG)),
+    "dots": "." * LONG + "x.",
+    "spaced dots": "a . " * (LONG // 4),
+    "at signs": "a@" * (LONG // 2),
+    "labels": "a@" + "b-." * (LONG // 3),
+    "brackets": "[1" * (LONG // 2),
+    "lines": "a\n" * (LONG // 2),
+    "blank lines": "\n" * LONG + "x",
+    "marks": "word#" * (LONG // 5),
+}
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+@pytest.mark.parametrize("rule", [name for name in KINDS if name != "language"])
+def test_one_document_takes_little_time(tmp_path, rule, kind):
+    """The slowest rule takes a second for 200 kB; quadratic work takes from half a minute to many."""
+    (tmp_path / "recipe.yaml").write_text(f"- {rule}\n")
+    (made,) = read_recipe(str(tmp_path / "recipe.yaml"), None)
+    start = time.process_time()
+    made.check(Document(AWKWARD[kind] + (" Some words, and an end." if rule == "c4" else ""), "1"))
+    assert time.process_time() - start < 6
+
+
+def test_shown_difference_takes_little_time():
+    choose = random.Random(1)
+    old = [f"{choose.randrange(4096):x}" for _ in range(12_000)]
+    new = [line if place % 3 else choose.choice(old) for place, line in enumerate(old)]
+    tally, start = Tally(), time.process_time()
+    tally.change("pii", {"file": "a", "record": 1}, "\n".join(old), "\n".join(new), {})
+    assert time.process_time() - start < 1 and "-" in tally.changes["pii"].drawn[0][1]["shown"]
+
+
+def test_counts_of_one_document_are_numbers(tmp_path, write_jsonl):
+    (tmp_path / "recipe.yaml").write_text("- pii\n")
+    counts = clean("filter", tmp_path / "recipe.yaml", write_jsonl("a.jsonl", [prose(1)]), tmp_path / "out")
+    (source,) = counts["sources"]
+    assert source["removed"] == 0 and type(source["removed"]) is int and type(source["changed"]) is int
+
+
+def test_shards_and_cleaned_text_need_folders_of_their_own(corpus, tmp_path, run):
+    clean("filter", tmp_path / "recipe.yaml", corpus, tmp_path / "clean")
+    with pytest.raises(InputError, match="clean: holds cleaned text"):
+        run(corpus, out="clean")
+    assert not [*(tmp_path / "clean").glob("shard_*")]
+    run(corpus, out="shards")
+    with pytest.raises(InputError, match="tokenize` writes shards here"):
+        clean("filter", tmp_path / "recipe.yaml", corpus, tmp_path / "shards")
+    assert not [*(tmp_path / "shards").glob("part_*")]

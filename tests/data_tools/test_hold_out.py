@@ -96,6 +96,15 @@ def test_clusters_keep_edited_copies_together(tmp_path, run, tokenizer):
         found = texts_of(tmp_path / "out" / side, tokenizer)
         plain = [text.replace("in this corpus", "of the corpus") for text in found]
         assert {*Counter(plain).values()} == {2}
+    short = [text for i in range(200) for text in (f"yes {i}", f"Yes, {i}!")]
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short/a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in short))
+    (tmp_path / "clean/removed.tsv").write_text("file\trecord\treason\tresembles\tdetail\n")
+    run(tmp_path / "short", out="fourth", hold_out="25%", clusters=str(tmp_path / "clean"))
+    train, held_out = (
+        {*map(normalized, texts_of(tmp_path / "fourth" / s, tokenizer))} for s in ("train", "validation")
+    )
+    assert train and held_out and train.isdisjoint(held_out)
     (tmp_path / "clean/removed.tsv").write_text("x.jsonl\t1\tnear-duplicate\tx.jsonl:2\t\n")
     with pytest.raises(InputError, match=r"lists other files than the inputs, such as x\.jsonl"):
         run(tmp_path / "raw", out="third", hold_out="25%", clusters=str(tmp_path / "clean"))

@@ -64,5 +64,25 @@ def test_other_limits_and_impossible_ones_are_refused(corpus, run):
         run(corpus, max_bad="1", min_tokens=20)
     with pytest.raises(InputError, match="--min-tokens 9 is more than --max-tokens 8: swap them"):
         run(corpus, out="never", min_tokens=9, max_tokens=8)
-    with pytest.raises(InputError, match="no document of its files has as many tokens"):
+    with pytest.raises(InputError, match="no document has as many tokens"):
         run(corpus, out="never", max_bad="1", min_tokens=10**6)
+
+
+@pytest.mark.parametrize("choice", [{"min_tokens": 60}, {"hold_out": "2%"}])
+def test_a_shard_may_have_no_document_that_fits(tmp_path, run, tokenizer, choice):
+    """Files of one length each, a shard each: some shards are empty, and everything reads the folder."""
+    (tmp_path / "raw").mkdir()
+    texts = [[f"text {i} {j} " + "word " * (200 if i % 3 == 1 else 2) for j in range(10)] for i in range(8)]
+    for number, some in enumerate(texts):
+        content = "".join(json.dumps({"text": text}) + "\n" for text in some)
+        (tmp_path / f"raw/{number}.jsonl").write_text(content)
+    found = run(tmp_path / "raw", shard_size="1B", **choice)
+    assert {0} < {made.manifest.documents for made in found.shards}
+    held = texts_of(tmp_path / "out", tokenizer)
+    wanted = {text.strip() for some in texts for text in some if "hold_out" in choice or len(text) > 100}
+    assert {text.strip() for text in held} == wanted
+    assert not run(tmp_path / "raw", shard_size="1B", **choice).written
+    assert not any(verdict.problems for verdict in verify([str(tmp_path / "out")], cores=1, quiet=True))
+    shards = {"shards": "out/train", "validation": "out/validation"} if "hold_out" in choice else {"shards": "out"}
+    (tmp_path / "mixture.yaml").write_text(json.dumps({"sources": [{"name": "all", **shards}]}))
+    assert verify_mixture(Mixture.read(tmp_path / "mixture.yaml"), 16, cores=1)

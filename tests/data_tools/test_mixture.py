@@ -169,3 +169,17 @@ def test_a_mixture_file_may_have_any_name(tmp_path):
     path = three_sources(tmp_path)
     other = path.rename(path.with_suffix(".cfg"))
     assert list(read_mixtures([str(other), str(tmp_path / "a/one"), str(tmp_path / "a/one.bin")])) == [str(other)]
+
+
+@pytest.mark.parametrize("sizes", [[1000], [1000, 503, 777], [90, 90, 4000, 333]])
+def test_all_tokens_once_are_within_one_epoch(tmp_path, sizes):
+    for number, size in enumerate(sizes):
+        write_shard(tmp_path / f"{number}/one", 10_000 * number, size)
+    sources = [{"name": f"s{n}", "shards": str(n), "max_epochs": 1} for n in range(len(sizes))]
+    planned = plan_mixture(Mixture.read(write_mixture(tmp_path, sources)), None, 16)
+    planned.check()
+    assert planned.tokens == planned.samples * 16 > 0.8 * sum(sizes)
+    twice = write_mixture(tmp_path, [{**sources[0], "weight": 9}, {"name": "more", "shards": "more"}])
+    write_shard(tmp_path / "more/one", 900_000, sizes[0])
+    with pytest.raises(MixtureError, match=r"s0.*max_epochs is 1"):
+        plan_mixture(Mixture.read(twice), None, 16).check()

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
 from megatron_blackmamba.data_tools.other_fields import beside, line, without_text
+from megatron_blackmamba.data_tools.rejects import InputError
 from tests.data_tools.test_cleaning import clean, records_of
 
 ITEM = "otter juggles seven lanterns beneath crimson arches"
@@ -79,3 +80,58 @@ def test_text_is_taken_out_of_a_record():
         "input_input_text": 2,
     }
     assert json.loads(line({"a": {1: float("inf")}})) == {"a": {"1": None}}
+
+
+def deep(levels, open="[", close="]"):
+    return open * levels + "1" + close * levels
+
+
+@pytest.mark.parametrize("verb", ["dedup", "filter"])
+def test_records_nested_too_deeply_are_skipped(tmp_path, verb):
+    lines = ['{"text": "a quiet morning", "m": %s}' % deep(levels) for levels in (240, 500)]  # noqa: UP031
+    lines += ['{"text": "an evening", "m": %s, "n": NaN}' % deep(500, '{"a":', "}"), '{"text": "a night"}']  # noqa: UP031
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "recipe.yaml").write_text("- pii\n")
+    paths = [tmp_path / "recipe.yaml"] * (verb == "filter") + [tmp_path / "a.jsonl", tmp_path / "out"]
+    with pytest.raises(InputError, match=r"record 2: nested too deeply .*--max-bad"):
+        clean(verb, *paths)
+    counts = clean(verb, *paths[:-1], tmp_path / "second", "--max-bad", "2")
+    assert (counts["kept"], counts["skipped"]) == (2, 2)
+    assert kept(tmp_path / "second")[0]["m"] == json.loads(deep(240))
+
+
+def test_values_beyond_pythons_range_are_skipped(tmp_path):
+    days = pa.array([1, 4_000_000, 2], pa.int32()).cast(pa.date32())
+    times = pa.array([1, 2, 9 * 10**18], pa.int64()).cast(pa.timestamp("us"))
+    pq.write_table(pa.table({"text": ["one", "two", "three"], "day": days, "time": times}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"record 2: value out of range .*--max-bad"):
+        clean("dedup", tmp_path / "a.parquet", tmp_path / "out")
+    counts = clean("dedup", tmp_path / "a.parquet", tmp_path / "second", "--max-bad", "2")
+    assert counts["skipped"] == 2 and [record["text"] for record in kept(tmp_path / "second")] == ["one"]
+
+
+def test_nanoseconds_are_kept_wherever_they_are(tmp_path):
+    times = pa.array([1_234_567], pa.int64())
+    stamps = times.cast(pa.timestamp("ns"))
+    columns = {
+        "text": ["one"],
+        "clock": times.cast(pa.time64("ns")),
+        "list": pa.ListArray.from_arrays([0, 1], stamps),
+        "struct": pa.StructArray.from_arrays([stamps, pa.array([3])], ["at", "n"]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    clean("dedup", tmp_path / "a.parquet", tmp_path / "out")
+    (record,) = kept(tmp_path / "out")
+    assert record["clock"] == "00:00:00.001234567"
+    assert record["list"] == ["1970-01-01 00:00:00.001234567"]
+    assert record["struct"] == {"at": "1970-01-01 00:00:00.001234567", "n": 3}
+
+
+def test_all_stages_of_dedup_skip_the_same_records(tmp_path):
+    """A record that only the last stage could not read would shift the numbers of those behind it."""
+    texts = ["one two three", "four five six", "seven eight nine", "four five six", "ten eleven twelve"]
+    lines = [json.dumps({"text": text}) for text in texts]
+    lines[0] = '{"text": "one two three", "m": %s}' % deep(400)  # noqa: UP031
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    clean("dedup", tmp_path / "a.jsonl", tmp_path / "out", "--max-bad", "1")
+    assert sorted(record["text"] for record in kept(tmp_path / "out")) == sorted({*texts[1:]})

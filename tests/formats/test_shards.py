@@ -12,6 +12,7 @@ from megatron_blackmamba.errors import may_pass
 from megatron_blackmamba.formats import shards
 from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile
+from tests.data.corpus import write_shard
 
 UINT16 = np.dtype("uint16")
 
@@ -183,3 +184,11 @@ def test_io_error_names_the_file_and_token(tmp_path, monkeypatch):
     with pytest.raises(shards.UnreadableShardError, match=r"shard_00001\.bin: cannot be read at token 5: Input/output"):
         shard.token_ids[5:]
     assert may_pass(shards.UnreadableShardError())  # so that a launcher starts the ranks again
+
+
+def test_token_file_closes_when_modules_are_gone(tmp_path, monkeypatch):
+    """At exit, Python may have removed the module `os` before the last file."""
+    file = Shard.open(write_shard(tmp_path / "a", 0, 10)).token_ids
+    monkeypatch.setattr(shards, "os", None)
+    file.__del__()
+    del file._file

@@ -145,6 +145,7 @@ def test_truncated_shards_and_nan_are_named_and_leave_nothing(theirs, tmp_path):
         ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and layers_block_type is"),
         ("nemotron_h", {"time_step_min": "x"}, "time_step_min is 'x', a str"),
         ("llama", {"rope_theta": "x", "rope_parameters": None}, "rope_theta is 'x'; only whole numbers"),
+        ("llama", {"rope_theta": 10000.5, "rope_parameters": None}, r"rope_theta is 10000\.5; only whole numbers"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "only plain rotary positions convert"),
         ("llama", {"attention_bias": True}, "attention_bias is True; only False converts"),
         ("llama", {"new_key": 3}, "new_key is 3, which import does not know for llama"),

@@ -28,3 +28,34 @@ def test_a_change_to_one_document_leaves_the_others(across, rank, place):
     assert torch.equal(*losses) is not across
     assert bool((gradient[: len(FIRST) + 1] == 0).all()) is not across
     assert bool((gradient[len(FIRST) + 1 :] != 0).any())
+
+
+EXACT, ROUNDING = 0.0, 2e-15
+LAYERS = {"MM": EXACT, "**": EXACT, "--": EXACT, "SS": ROUNDING, "RR": ROUNDING}
+ROUTERS = {"hash": ROUNDING, "softmax": ROUNDING, "quantile": ROUNDING, "expert_bias": ROUNDING}
+CASES = {**{f'model.pattern="{layers}"': most for layers, most in LAYERS.items()}}
+CASES |= {f"model.pattern=EE model.router.kind={kind}": most for kind, most in ROUTERS.items()}
+
+
+def change(place, words, first, second):
+    """Return by how much the losses of a second document change with the tokens of the first one, at most."""
+    network = model.build(load("tiny", [*SMALL, "model.experts=4", *words]), place)
+    random = torch.Generator().manual_seed(first)
+    text = torch.randint(8, 64, (second,), generator=random)
+    losses = []
+    for _ in range(4):
+        tokens = torch.cat([torch.randint(8, 64, (first,), generator=random), torch.tensor([EOD]), text])[None]
+        losses.append(network(tokens, tokens.roll(-1, 1))[0, first + 1 : -1].detach())
+    return max((loss - losses[0]).abs().max().item() for loss in losses)
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_documents_change_each_other_by_rounding_alone(words, place):
+    for lengths in ((5, 6), (40, 40), (300, 300)):
+        exact = lengths != (300, 300) and "EE" not in words
+        assert change(place, words.split(), *lengths) <= (EXACT if exact else CASES[words]), lengths
+
+
+@pytest.mark.parametrize("kind", ["sinkhorn", "sinkhorn_bias", "expert_choice"])
+def test_balancing_routers_choose_for_all_documents_together(kind, place):
+    assert change(place, ["model.pattern=EE", f"model.router.kind={kind}"], 40, 40) > 1e-4

@@ -31,6 +31,11 @@ NEMOTRON = [
     *("model.expert_hidden_size=256", "model.shared_expert_hidden_size=160"),
 ]
 HYBRID = [*MAMBA2, "model.pattern=S*SE", "model.attention.heads=4", "model.attention.kv_heads=2"]
+FREE = ["model.attention.heads=4", "model.attention.kv_heads=4", "model.attention.rotary=false", "model.vocab_size=256"]
+MANY_HEADS = [
+    *("model.pattern=RRRR", "model.mamba3.head_dim=2", "model.mamba3.state_size=8", "model.mamba3.groups=4"),
+    "model.vocab_size=256",
+]
 SHAPES = {
     "tiny": ["data.sequence_length=64"],
     "wide": ["model.pattern=MEMEE", "model.hidden_size=160", "model.expert_hidden_size=272", "model.vocab_size=768"],
@@ -67,6 +72,9 @@ CASES = {
     "mamba3_tp2": (2, "tiny", [*MAMBA3, "parallel.tensor=2", "training.precision=bf16"]),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
     "hybrid_cp2": (2, "tiny", [*HYBRID, "model.eod_reset=5", "parallel.context=2"]),
+    "free_cp2": (2, "tiny", ['model.pattern="**"', *FREE, "parallel.context=2"]),
+    "many_heads": (1, "tiny", [*MANY_HEADS, "model.mamba3.output_norm=false"]),
+    "many_heads_mimo": (1, "tiny", [*MANY_HEADS, "model.mamba3.rank=2"]),
     "hybrid_crossed": (2, "tiny", [*HYBRID, "model.attention.qk_norm=true", "parallel.context=2"]),
     "hybrid_documents": (1, "tiny", [*HYBRID, "model.eod_reset=5", "training.precision=bf16"]),
     "norms": (1, "tiny", [*MAMBA2, *NORMS, 'model.pattern="MS*"', "model.attention.qk_norm=true"]),

@@ -21,6 +21,8 @@ def test_proposed_layouts_work_and_fit(rows):
     for row in rows[:2]:
         config = load("blackmamba_1.5b", [*HYBRID, *row.overrides.split()])
         assert layout.problems(config, 8) == []
+        tokens = config.tokens_per_step / load("blackmamba_1.5b").tokens_per_step  # the next power of two sequences
+        assert 2**-0.5 <= tokens <= 2**0.5
         assert memory.fullest(config, 8)[0].total <= CLUSTER.memory
         assert row.said == f"{row.tokens:,} tokens fit on 8 GPUs with {row.overrides}"
 

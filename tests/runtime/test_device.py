@@ -65,3 +65,12 @@ def test_nccl_takes_sharing_ranks_for_other_hosts(taken, environment):
         seen.add(environment["NCCL_HOSTID"])
     assert len(seen) == 4
     assert environment["NCCL_SOCKET_IFNAME"] == "lo" and environment["NCCL_NET"] == "Socket"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_cpus_answer_for_a_gpu_of_any_number():
+    import megatron_blackmamba.engine  # noqa: F401
+
+    torch.cuda.set_device(3)
+    torch.cuda.synchronize()
+    assert torch.cuda.current_device() == torch.device("cpu")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba import cli
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
+from megatron_blackmamba.data import build
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched, Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -27,7 +28,7 @@ from megatron_blackmamba.report.overview import overviews
 from megatron_blackmamba.report.page import loss as drawn_loss
 from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import TraceError
-from megatron_blackmamba.training.branch import beginning
+from megatron_blackmamba.training.branch import beginning, find_branch
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.schedules import train
 from tests.runtime.ranks import fork_script
@@ -238,7 +239,7 @@ def test_plan_of_a_branch_counts_what_is_left(trunk, branch, mixtures, tmp_path)
 def longer(forks, mixtures, trunk, tmp_path_factory):
     """A branch with sequences of twice the length, after a trunk of 48 samples."""
     folder = tmp_path_factory.mktemp("longer")
-    more = [f"data.sequence_length={2 * LENGTH}", f"training.tokens={(48 + 32) * LENGTH}"]
+    more = [f"data.sequence_length={2 * LENGTH}", f"training.tokens={(48 + 32) * LENGTH}", "start.reread=true"]
     run(forks, folder, mixtures / "trunk/mixture.yaml", *TRUNK, *more, f"start.branch={trunk}/run@{AT}")
     return folder
 
@@ -257,6 +258,51 @@ def test_longer_sequences_are_traced_and_counted_in_tokens(trunk, longer):
     assert (str(trunk / "run"), 2, 5) in [(each.run, each.step, each.sample) for each in readings]
     steps = [each.step for each in readings if each.run]
     assert all(step <= AT for step in steps)
+
+
+def tokens_read(folder, steps):
+    """Return shard, document and place of each token that a run has read in some steps."""
+    tracer, found = Tracer(folder / "run"), []
+    for sample in (sample for step in steps for sample in tracer.steps.samples_of(step)):
+        pieces = list(tracer.pieces(sample))
+        held = [(p.shard.prefix, p.document, p.first_token + i) for p in pieces for i in range(len(p.ids))]
+        found += held[:-1]  # the last one is a label only
+    return found
+
+
+def test_shorter_sequences_read_what_the_trunk_has_not(forks, mixtures, trunk, tmp_path):
+    """Down to half the length, and from there with other weights: no token twice in 48, 16 and 8 samples of 16."""
+    short = [*TRUNK, f"data.sequence_length={LENGTH // 2}", "training.batch_ramp=[]"]
+    mixture = mixtures / "trunk/mixture.yaml"
+    half = [*short, f"training.tokens={64 * LENGTH}", f"start.branch={trunk}/run@{AT}"]
+    run(forks, tmp_path / "a", mixture, *half)
+    again = [*short, f"training.tokens={72 * LENGTH}", f"start.branch={tmp_path}/a/run@12"]
+    run(forks, tmp_path / "b", mixtures / "better/mixture.yaml", *again)
+    read = tokens_read(trunk, range(1, AT + 1)) + tokens_read(tmp_path / "a", range(AT + 1, 13))
+    read += tokens_read(tmp_path / "b", range(13, 15))
+    assert len(read) == len(set(read)) == 72 * LENGTH
+    piece = next(Tracer(tmp_path / "b/run").pieces(32))
+    readings = Tracer(tmp_path / "b/run").readings(piece.origin.source, piece.origin.record)
+    assert (13, 32) in [(each.step, each.sample) for each in readings]
+
+
+def test_longer_sequences_say_what_they_read_again(trunk, longer, mixtures, tmp_path):
+    (begun,) = events_of(longer, Branched)
+    (said,) = (change for change in begun.changes if "read again" in change)
+    before = set(tokens_read(trunk, range(1, AT + 1)))
+    twice = sum(token in before for token in tokens_read(longer, (9, 10)))
+    stated = sum(int(tokens) for tokens in re.findall(r"(\d+) of", said))
+    assert 0 < twice < 4 * stated and stated < 4 * twice, said  # tests/data/test_order.py compares more tokens
+    mixture, length = f"data.mixture={mixtures}/trunk/mixture.yaml", f"data.sequence_length={2 * LENGTH}"
+    words = [*COMMON, *TRUNK, mixture, length, f"training.tokens={80 * LENGTH}", f"folder={tmp_path}"]
+    config = load("tiny", [*words, f"start.branch={trunk}/run@{AT}"])
+    assert "start.reread=true" in make_plan(config, begins=beginning(config)).refused_data
+    config = load(
+        "tiny", [*words, f"training.tokens={96 * LENGTH}", f"start.branch={longer}/run@10"]
+    )  # goes on as it did
+    assert make_plan(config, begins=beginning(config)).refused_data is None
+    branch, how = find_branch(config), {"vocab_size": 320, "total_samples": 24}
+    branch.refuse_reread(config, build(config.data, mixture=branch.mixture(config), **how))
 
 
 def test_tables_and_charts_show_the_trunk_once(trunk, branch, longer, tmp_path):
@@ -311,6 +357,7 @@ def refused(forks, folder, trunk, mixture, *overrides):
     [
         (["start.branch=nowhere@8"], "nowhere"),
         (["start.branch={trunk}/run@7"], "has no checkpoint of step 7; it has those of steps 4, 8, 12"),
+        (["data.sequence_length=32"], r"read again .*: about \d+ of \d+ tokens of web.*start\.reread=true"),
         (["model.hidden_size=32"], r"model\.hidden_size=16 there, and 32 here"),
         (["optimizer.kind=sgd", "optimizer.distributed=false"], r"optimizer\.distributed=True there"),
         (["training.tokens=768", "optimizer.decay_tokens=16"], "has consumed 768 tokens there.*above 768"),

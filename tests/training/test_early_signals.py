@@ -64,7 +64,7 @@ def test_stopped_while_building_or_loading_it_resumes_later(forks, tmp_path):
 
 
 def test_minutes_stop_a_run_which_then_resumes(tmp_path):
-    """Here they have passed before the first step."""
+    """Here they have passed before the first step; then a run ends before they have, and waits for nothing."""
     command = [
         sys.executable,
         "-m",
@@ -80,3 +80,6 @@ def test_minutes_stop_a_run_which_then_resumes(tmp_path):
     run = RunFolder(tmp_path / "run")
     assert done.returncode == 75, done.stderr
     assert run.requeue.exists() and "stops on request at step 0; start it again" in run.log.read_text()
+    again = [*command, "name=run", "--minutes", "60"]
+    done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and run.done.exists(), done.stderr

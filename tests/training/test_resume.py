@@ -114,6 +114,7 @@ RULES = {
         *("checkpoint.export_every", "checkpoint.export_check", "checkpoint.export_ema"),
         *("evaluation.every", "evaluation.tasks", "evaluation.data", "evaluation.limit"),
         *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "start.branch"),
+        "start.reread",
         "resume.allow",
     ),
     "free, the losses agree within rounding": (

@@ -57,9 +57,9 @@ class Progress:
                 seen = last + 1
         return end
 
-    def at_length(self, before: int, now: int) -> "Progress":
-        """Return this progress for sequences of another length: as many tokens consumed, and data in a new order."""
-        return Progress(self.step, 0, -(-self.consumed_samples * before // now))
+    def at_length(self, before: int, now: int, next_sample: int = 0) -> "Progress":
+        """Return this progress for sequences of another length: as many tokens consumed, and samples of its own."""
+        return Progress(self.step, next_sample, -(-self.consumed_samples * before // now))
 
     def state(self) -> dict[str, Any]:
         saved = {"step": self.step, "next_sample": self.next_sample, "consumed_samples": self.consumed_samples}
