@@ -129,6 +129,18 @@ def device_literals() -> None:
             replace(module, "torch", replacement)
 
 
+def loaded_shards() -> None:
+    """Build what an exchange of loaded shards receives on this process's device; its factory is a default argument."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    build = private(ShardedTensor, "init_data")
+
+    def init_data(self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, torch.cuda.current_device() if str(device).startswith("cuda") else device, *args, **kwargs)
+
+    replace(ShardedTensor, "init_data", init_data)
+
+
 def _exists(path: str) -> bool:
     try:
         return importlib.util.find_spec(path) is not None

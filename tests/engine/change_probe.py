@@ -212,6 +212,18 @@ def plan_a_save() -> dict:
     return {"losses": []}
 
 
+def receive_shard() -> dict:
+    """Make room for a shard that another replica has read, as an exchange does."""
+    from megatron_blackmamba.runtime import world
+
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    world.start(load("tiny").parallel)
+    shard = ShardedTensor.from_rank_offsets("weight", torch.ones(3)).without_data()
+    shard.init_data("cuda")
+    return {"shape": list(shard.data.shape), "losses": []}
+
+
 def read_strides() -> dict:
     """Read metadata as torch writes it from 2.15 on."""
     from megatron_blackmamba.runtime import world
@@ -244,6 +256,7 @@ SCENARIOS = {
     "synchronize": (1, save),
     "streams": SPREAD_EXPERTS,
     "device-literals": ONE,
+    "loaded-shards": (1, receive_shard),
     "tensor-cuda": TWO_STAGES,
     "tensor-type": ONE,
     "rng": ONE,

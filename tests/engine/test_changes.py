@@ -17,6 +17,7 @@ WHAT_BREAKS = {
     "synchronize": NO_CUDA,
     "streams": NO_CUDA,
     "device-literals": NO_CUDA,
+    "loaded-shards": NO_CUDA,
     "tensor-cuda": NO_CUDA,
     "tensor-type": "Wrapped parameters must be one of torch.cuda.FloatTensor",
     "rng": NO_CUDA,
