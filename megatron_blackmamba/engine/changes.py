@@ -267,4 +267,6 @@ def _of(when: str, skip: frozenset[str]) -> Iterator[Change]:
 def _quiet() -> None:
     """Silence the start-up warnings of megatron-core and torch about missing libraries; `doctor` reports them."""
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
+    # 0.19's escape sequences, which Python 3.12 and later warn of when they compile it
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]core[/\\]")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without a GPU, as on login nodes
