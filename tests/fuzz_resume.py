@@ -84,6 +84,12 @@ def typed(words: Words) -> str:
     )
 
 
+def brief(said: str) -> str:
+    """Return the first line and the end of a failure."""
+    first, _, rest = said.partition("\n")
+    return f"{first[:500]}\n...{rest[-800:]}" if rest.strip() else first[:500]
+
+
 def listed(words: Words) -> list[str]:
     return [f"{key}={value}" for key, value in words.items()]
 
@@ -266,6 +272,8 @@ def simpler(case: Case) -> Iterator[Case]:
     pattern = case.words["model.pattern"]
     for place in range(len(pattern)):
         words = case.words | {"model.pattern": pattern[:place] + pattern[place + 1 :]}
+        if pattern.count(pattern[place]) == 1:
+            words = {key: value for key, value in words.items() if key not in WIDTHS[pattern[place]]}
         if len(pattern) > 1 and fitting(words, case):
             yield replace(case, words=words)
     alone = replace(case, before={}, after={}, ranks_before=1, ranks_after=1)
@@ -325,10 +333,10 @@ def fuzz(seeds: Iterator[int], minutes: float, shrinking: float = 600, say: Call
                 except Exception as error:
                     said, what = f"{type(error).__name__}: {error}", "FAILED"
                 counts[what] += 1
-                say(f"seed {seed}: {what} in {time.monotonic() - begun:.0f} s: {said[-1500:]}\n    {case}")
+                say(f"seed {seed}: {what} in {time.monotonic() - begun:.0f} s: {brief(said)}\n    {case}")
                 if what == "FAILED":
                     small, why = shrink(case, fails, shrinking)
-                    failures.append(f"seed {seed}: {why[-1500:]}\n{small}\n{small.commands()}")
+                    failures.append(f"seed {seed}: {brief(why)}\n{small}\n{small.commands()}")
                     say(f"shrunk: {failures[-1]}")
     finally:
         forks.close()

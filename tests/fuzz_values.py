@@ -95,7 +95,6 @@ VALUES: dict[str, tuple[str, ...]] = {
     "data.sequence_length": ("8", "32"),
     "data.seed": ("1",),
     "data.workers": ("0",),
-    "data.mask_first_token": ("true",),
     "data.synthetic.sources": ("1", "5"),
     "data.synthetic.order": ("1",),
     "optimizer.kind": ("sgd", "muon"),
@@ -140,7 +139,9 @@ NOT_DRAWN = {
     **dict.fromkeys(("name", "folder", "checkpoint.every", "training.stop_after_steps", "resume.allow"), "of the case"),
     **dict.fromkeys((f"parallel.{axis}" for axis in AXES), "of the layout"),
     **dict.fromkeys(("model.pattern", "training.tokens"), "drawn first"),
-    **dict.fromkeys(("data.kind", "data.mixture", "data.verify_rate"), "need token shards: tests/data"),
+    **dict.fromkeys(
+        ("data.kind", "data.mixture", "data.verify_rate", "data.mask_first_token"), "need token shards: tests/data"
+    ),
     **dict.fromkeys(("start.from", "start.branch"), "need another run: tests/training/test_branches.py"),
     **dict.fromkeys(("kernels.linear", "kernels.scan_states", "kernels.if_missing"), "need a GPU"),
     **dict.fromkeys(
