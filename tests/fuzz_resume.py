@@ -14,8 +14,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from megatron_blackmamba import kinds, routers
@@ -35,6 +36,7 @@ from tests.training.forks import Forks, Job
 STEPS = 5
 CLOSE = 1e-7
 """Largest relative difference of losses, norms and weights under two layouts in float64."""
+HOLDS, REFUSED, FAILED = "holds", "refused", "FAILED"
 Words = dict[str, str]
 
 
@@ -296,62 +298,61 @@ def fitting(words: Words, case: Case) -> bool:
     return all(config and not layout.problems(config, ranks) for config, ranks in configs)
 
 
-def outcome_of(case: Case, forks: Forks, folder: Path) -> str:
+def outcome_of(case: Case, forks: Forks, folder: Path) -> tuple[str, str]:
+    """Run a case; return whether it holds, and what was compared or went wrong."""
     try:
-        return run(case, forks, folder)
+        return HOLDS, run(case, forks, folder)
+    except Refused as refusal:
+        return REFUSED, str(refusal)
+    except Exception as error:
+        return FAILED, str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def fuzz(seeds: Iterator[int], minutes: float, shrinking: float = 600, say: Callable[[str], None] = print) -> list[str]:
-    """Run cases until the time is up; return what failed, shrunk."""
+def fuzz(
+    forks: Forks,
+    folder: Path,
+    seeds: Iterable[int],
+    minutes: float,
+    shrinking: float = 600,
+    say: Callable[[str], None] = partial(print, flush=True),
+) -> list[str]:
+    """Run cases until the time is up; return what failed, shrunk for so many seconds each."""
     end, failures, counts = time.monotonic() + 60 * minutes, [], Counter()
-    forks = Forks()
-    try:
-        with tempfile.TemporaryDirectory(prefix="fuzz_") as place:
-            for seed in seeds:
-                begun = time.monotonic()
-                if begun > end:
-                    break
-                case, folder = draw(seed), Path(place) / "case"
 
-                def fails(case: Case, folder: Path = folder) -> str | None:
-                    try:
-                        outcome_of(case, forks, folder)
-                    except Refused:
-                        return None
-                    except Exception as failure:
-                        return str(failure) if isinstance(failure, Failed) else f"{type(failure).__name__}: {failure}"
-                    return None
+    def fails(case: Case) -> str | None:
+        what, said = outcome_of(case, forks, folder / "smaller")
+        return said if what == FAILED else None
 
-                try:
-                    said, what = outcome_of(case, forks, folder), "holds"
-                except Refused as refusal:
-                    said, what = str(refusal), "refused"
-                except Failed as failure:
-                    said, what = str(failure), "FAILED"
-                except Exception as error:
-                    said, what = f"{type(error).__name__}: {error}", "FAILED"
-                counts[what] += 1
-                say(f"seed {seed}: {what} in {time.monotonic() - begun:.0f} s: {brief(said)}\n    {case}")
-                if what == "FAILED":
-                    small, why = shrink(case, fails, shrinking)
-                    failures.append(f"seed {seed}: {brief(why)}\n{small}\n{small.commands()}")
-                    say(f"shrunk: {failures[-1]}")
-    finally:
-        forks.close()
+    for seed in seeds:
+        if (begun := time.monotonic()) > end:
+            break
+        case = draw(seed)
+        what, said = outcome_of(case, forks, folder / "case")
+        counts[what] += 1
+        say(f"seed {seed}: {what} in {time.monotonic() - begun:.0f} s: {brief(said)}\n    {case}")
+        if what == FAILED:
+            small, why = shrink(case, fails, shrinking)
+            failures.append(f"seed {seed}: {brief(why)}\n{small}\n{small.commands()}")
+            say(f"shrunk: {failures[-1]}")
     say(f"{sum(counts.values())} cases: {dict(counts)}")
     return failures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--minutes", type=float, default=60, help="begin no case after this time; default: 60")
     parser.add_argument("--seed", type=int, default=None, help="first seed; each case has the next one")
-    parser.add_argument("--cases", type=int, default=10**9)
+    parser.add_argument("--cases", type=int, default=10**9, help="number of cases; default: as many as fit")
     given = parser.parse_args()
     first = random.randrange(10**6) if given.seed is None else given.seed
-    failures = fuzz(iter(range(first, first + given.cases)), given.minutes, say=lambda text: print(text, flush=True))
+    forks = Forks()
+    try:
+        with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
+            failures = fuzz(forks, Path(folder), range(first, first + given.cases), given.minutes)
+    finally:
+        forks.close()
     return 1 if failures else 0
 
 

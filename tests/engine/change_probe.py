@@ -248,6 +248,7 @@ def look_for_the_tracer() -> dict:
 
 ONE = (1, partial(train, []))
 TWO_STAGES = (2, partial(train, ["parallel.pipeline=2"]))
+CUT_EXPERTS = (4, partial(train, ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"]))
 SPREAD_EXPERTS = (2, partial(train, ["parallel.expert=2"]))
 SCENARIOS = {
     "jit": (1, gate_as_megatron_does),
@@ -261,6 +262,7 @@ SCENARIOS = {
     "tensor-type": ONE,
     "rng": ONE,
     "split-sizes": SPREAD_EXPERTS,
+    "uneven-parts": CUT_EXPERTS,
     "router-gemm": (1, route_as_megatron_does),
     "adam": ONE,
     "clipping": (1, clip),

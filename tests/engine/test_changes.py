@@ -22,6 +22,7 @@ WHAT_BREAKS = {
     "tensor-type": "Wrapped parameters must be one of torch.cuda.FloatTensor",
     "rng": NO_CUDA,
     "split-sizes": r"all_to_all_single\(\): incompatible function arguments",
+    "uneven-parts": "invalid tensor size",
     "router-gemm": "te_general_gemm",
     "adam": "AssertionError",
     "clipping": "2 numbers read",
