@@ -21,10 +21,10 @@ CUT = {"parallel.tensor": "2", "parallel.expert": "2", "parallel.expert_tensor":
 TWO_STAGES, TWO_PARTS = {"parallel.pipeline": "2"}, {"parallel.expert": "2"}
 
 
-def case(words, before, ranks, after, ranks_after, killed=False):
+def case(words, before, ranks, after, ranks_after):
     for letter in ("", *words["model.pattern"]):
         words = WIDTHS[letter] | words
-    return Case(sized(words), before, ranks, after, ranks_after, 2, killed)
+    return Case(sized(words), before, ranks, after, ranks_after, 2, killed=False)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def without_export(request, monkeypatch):
     [
         pytest.param(case(EXPERTS, TWO_PARTS, 4, TWO_PARTS, 4), id="experts with replicas"),
         pytest.param(case(PIPELINE, TWO_STAGES, 2, TWO_STAGES, 2), id="a stage without experts"),
-        pytest.param(case(GROUPS, {}, 1, {}, 1, killed=True), id="groups of equal size"),
+        pytest.param(case(GROUPS, {}, 1, {}, 1), id="groups of equal size"),
         pytest.param(case(EXPERTS, CUT, 4, {}, 2), id="cut experts on two ranks", marks=thorough),
     ],
 )
