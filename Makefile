@@ -7,7 +7,7 @@ ARGS ?=
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
-.PHONY: install lock borders test test-all test-slurm again check bench docs quickstart clean help otherpython
+.PHONY: install lock borders pythons test test-all test-slurm again check bench docs quickstart clean help otherpython
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler;"
@@ -19,6 +19,7 @@ help:
 	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
 	@echo "make borders     the tests that touch other packages, at their oldest, locked and newest versions"
+	@echo "make pythons     all tests on other Pythons: make pythons ARGS='python3.10 python3.12'"
 	@echo "make lock        requirements/lock.txt anew, from the newest versions"
 
 install: $(VENV)/installed
@@ -37,6 +38,9 @@ lock:
 
 borders: install
 	@$(BIN)/python scripts/borders.py $(ARGS)
+
+pythons: install
+	@$(BIN)/python scripts/pythons.py $(ARGS)
 
 # PYTHON=… on the command line means this interpreter, also where an environment of another is ready.
 VERSION_OF = $(shell $(1) -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)
