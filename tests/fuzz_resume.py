@@ -155,7 +155,7 @@ def keeps_layout(words: Words) -> bool:
     return kinds.routes(config.model.trained_pattern) and isinstance(kind.layouts(config.model), routers.Cannot)
 
 
-def run(case: Case, forks: Forks, folder: Path) -> str:
+def run(case: Case, forks: Forks, folder: Path, exports: bool = True) -> str:
     """Run a case; return what it was compared with. Raise `Failed` if it does not hold."""
     whole, cut = folder / "whole", folder / "cut"
     finish(forks.run(whole, listed(case.words | case.before), case.ranks_before), "start")
@@ -170,6 +170,8 @@ def run(case: Case, forks: Forks, folder: Path) -> str:
     exact = (case.before, case.ranks_before) == (case.after, case.ranks_after)
     compare_steps(whole, cut, exact)
     compare_weights(whole, cut, exact)
+    if not exports:
+        return "not exported"
     if case.words["training.precision"] != "fp64":
         return export(cut, folder / "export")
     fresh = {"training.precision": "fp32", "start.from": str(cut / "run"), "training.stop_after_steps": "1"}
@@ -298,10 +300,10 @@ def fitting(words: Words, case: Case) -> bool:
     return all(config and not layout.problems(config, ranks) for config, ranks in configs)
 
 
-def outcome_of(case: Case, forks: Forks, folder: Path) -> tuple[str, str]:
+def outcome_of(case: Case, forks: Forks, folder: Path, exports: bool) -> tuple[str, str]:
     """Run a case; return whether it holds, and what was compared or went wrong."""
     try:
-        return HOLDS, run(case, forks, folder)
+        return HOLDS, run(case, forks, folder, exports)
     except Refused as refusal:
         return REFUSED, str(refusal)
     except Exception as error:
@@ -316,20 +318,21 @@ def fuzz(
     seeds: Iterable[int],
     minutes: float,
     shrinking: float = 600,
+    exports: bool = True,
     say: Callable[[str], None] = partial(print, flush=True),
 ) -> list[str]:
     """Run cases until the time is up; return what failed, shrunk for so many seconds each."""
     end, failures, counts = time.monotonic() + 60 * minutes, [], Counter()
 
     def fails(case: Case) -> str | None:
-        what, said = outcome_of(case, forks, folder / "smaller")
+        what, said = outcome_of(case, forks, folder / "smaller", exports)
         return said if what == FAILED else None
 
     for seed in seeds:
         if (begun := time.monotonic()) > end:
             break
         case = draw(seed)
-        what, said = outcome_of(case, forks, folder / "case")
+        what, said = outcome_of(case, forks, folder / "case", exports)
         counts[what] += 1
         say(f"seed {seed}: {what} in {time.monotonic() - begun:.0f} s: {brief(said)}\n    {case}")
         if what == FAILED:
@@ -345,12 +348,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60, help="begin no case after this time; default: 60")
     parser.add_argument("--seed", type=int, default=None, help="first seed; each case has the next one")
     parser.add_argument("--cases", type=int, default=10**9, help="number of cases; default: as many as fit")
+    parser.add_argument("--no-export", action="store_true", help="leave out exports, which take as long as the runs")
     given = parser.parse_args()
     first = random.randrange(10**6) if given.seed is None else given.seed
     forks = Forks()
     try:
         with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
-            failures = fuzz(forks, Path(folder), range(first, first + given.cases), given.minutes)
+            seeds = range(first, first + given.cases)
+            failures = fuzz(forks, Path(folder), seeds, given.minutes, exports=not given.no_export)
     finally:
         forks.close()
     return 1 if failures else 0

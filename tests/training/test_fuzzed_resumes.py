@@ -27,13 +27,6 @@ def case(words, before, ranks, after, ranks_after):
     return Case(sized(words), before, ranks, after, ranks_after, 2, killed=False)
 
 
-@pytest.fixture(autouse=True)
-def without_export(request, monkeypatch):
-    """Leave out the export, which takes as long as all runs of a case, but where cases are drawn."""
-    if "random" not in request.node.name:
-        monkeypatch.setattr(fuzz_resume, "export", lambda run_folder, out: "")
-
-
 @pytest.mark.xdist_group("forks")
 @pytest.mark.parametrize(
     "cut",
@@ -45,7 +38,7 @@ def without_export(request, monkeypatch):
     ],
 )
 def test_a_cut_run_ends_as_a_whole_one(forks, tmp_path, cut):
-    fuzz_resume.run(cut, forks, tmp_path)
+    fuzz_resume.run(cut, forks, tmp_path, exports=False)
 
 
 @thorough

@@ -145,7 +145,7 @@ def _load_but_settings(optimizer: Any, load: Callable[[dict], None], state: dict
 def know_groups(built: Built) -> None:
     """Load each weight's state by the weight's name, whatever the groups are and however they are told apart.
 
-    The loaded state has the tensors by name already. Only the lists of weights in its groups need the optimizer's order.
+    The loaded state has the tensors by name already. Only the lists of weights in its groups are by position.
     """
     for part in built.parts:
         if isinstance(part, DistributedOptimizer) or getattr(part, "is_stub_optimizer", False):
