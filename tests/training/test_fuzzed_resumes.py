@@ -48,6 +48,7 @@ def test_random_configs_resume_and_export(forks, tmp_path):
     assert not failures, "\n\n".join(failures)
 
 
+@thorough
 def test_a_failing_case_shrinks_to_its_cause():
     """Here a case fails if it has averaged weights and a layer of attention, whatever else it has."""
 
@@ -55,8 +56,8 @@ def test_a_failing_case_shrinks_to_its_cause():
         wrong = "training.ema" in found.words and "*" in found.words["model.pattern"]
         return "loss: wrong" if wrong else None
 
-    seed = next(seed for seed in range(1000) if fails(draw(seed)) and len(draw(seed).drawn) > 10)
-    small, said = fuzz_resume.shrink(draw(seed), fails, seconds=60)
+    found = next(found for found in map(draw, range(1000)) if fails(found) and len(found.drawn) > 10)
+    small, said = fuzz_resume.shrink(found, fails, seconds=60)
     assert said == "loss: wrong" and small.drawn == ("training.ema",) and small.words["model.pattern"] == "*"
     assert small.layouts == [(1, {}), (1, {})] and not small.killed
 
