@@ -7,7 +7,7 @@ ARGS ?=
 CORES := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
 TEST_PROCESSES ?= $(shell test $(CORES) -lt 2 && echo 3 || echo 4)
 
-.PHONY: install lock borders test test-all test-slurm check bench docs quickstart clean help otherpython
+.PHONY: install lock borders pythons test test-all test-slurm again check bench docs quickstart clean help otherpython
 
 help:
 	@echo "make install     the environment in $(VENV), the package in it, the C++ extension if there is a compiler;"
@@ -19,6 +19,7 @@ help:
 	@echo "make docs        the documentation as a site in build/site"
 	@echo "make bench       the CPU benchmarks   PYTHON=python3.12 chooses the interpreter"
 	@echo "make borders     the tests that touch other packages, at their oldest, locked and newest versions"
+	@echo "make pythons     all tests on other Pythons: make pythons ARGS='python3.10 python3.12'"
 	@echo "make lock        requirements/lock.txt anew, from the newest versions"
 
 install: $(VENV)/installed
@@ -38,6 +39,9 @@ lock:
 borders: install
 	@$(BIN)/python scripts/borders.py $(ARGS)
 
+pythons: install
+	@$(BIN)/python scripts/pythons.py $(ARGS)
+
 # PYTHON=… on the command line means this interpreter, also where an environment of another is ready.
 VERSION_OF = $(shell $(1) -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)
 ifeq ($(origin PYTHON),command line)
@@ -50,11 +54,17 @@ otherpython:
 quickstart: install
 	$(BIN)/blackmamba quickstart $(ARGS)
 
-# Hundreds of processes import the package. Where an environment forbids bytecode, each would compile it.
+# Tests get the environment of a new user: what else a machine sets must neither help nor disturb. These variables of
+# the caller's reach them, and those of SETTINGS="NAME=VALUE ...".
 # They start no Slurm daemons unless asked to: REAL_SLURM=require make test.
+PASSED := HOME PATH LANG TMPDIR CUDA_VISIBLE_DEVICES REAL_SLURM LLAMA_CPP_PYTHON VLLM_PYTHON MAMBA_SSM_SOURCE
+PASSED += BLACKMAMBA_ISA ATEN_CPU_CAPABILITY MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA
+SETTINGS ?=
+EMPTY = env -i $(foreach name,$(PASSED),$(if $(value $(name)),$(name)='$(value $(name))')) $(SETTINGS)
 # `make test` leaves out what is marked thorough: more cases of what the others test.
-TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
-test test-all: export REAL_SLURM ?= off
+TESTS = $(EMPTY) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+test test-all again: export REAL_SLURM ?= off
+test-slurm: export REAL_SLURM = require
 
 test: install
 	$(TESTS) -m "not thorough" $(ARGS)
@@ -63,7 +73,11 @@ test-all: install
 	$(TESTS) $(ARGS)
 
 test-slurm: install
-	REAL_SLURM=require $(BIN)/python -m pytest -n 2 --dist loadgroup tests/slurm $(ARGS)
+	$(EMPTY) $(BIN)/python -m pytest -n 2 --dist loadgroup tests/slurm $(ARGS)
+
+# The failed tests of a run whose report ARGS names.
+again: install
+	$(EMPTY) $(BIN)/python .ci/again.py $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

@@ -28,6 +28,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
 ENVIRONMENTS = ROOT / "build" / "borders"
 RESULTS = ROOT / "megatron_blackmamba" / "launch" / "tried.json"
 PAGE = ROOT / "docs" / "versions.md"
@@ -96,6 +98,7 @@ class Result:
     machine: str
     beside: dict[str, str]
     """Versions of the packages beside it."""
+    commit: str = ""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -153,7 +156,14 @@ def run(border: Border, version: str, name: str, check: list[str]) -> Result:
         python=platform.python_version(),
         machine=processor(),
         beside={} if problem else versions_in(python, [*border.beside, "torch", "megatron-core"]),
+        commit=commit(),
     )
+
+
+def commit() -> str:
+    """Return the commit, marked if files differ from it."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(words, cwd=ROOT, **CAPTURED).stdout.strip()
 
 
 def log_of(python: Path, name: str) -> Path:
@@ -235,14 +245,16 @@ def table(results: Sequence[Result]) -> str:
         if not mine:
             continue
         lines = [
-            f"| {border.package} | {' | '.join(border.checks)} | date, Python |",
+            f"| {border.package} | {' | '.join(border.checks)} | date, Python, commit |",
             "|---" * (len(border.checks) + 2) + "|",
         ]
         for version in sorted({result.version for result in mine}, key=numbers):
             found = {result.check: result for result in mine if result.version == version}
             cells = [cell(found.get(name)) for name in border.checks]
             last = max(found.values(), key=lambda result: result.date)
-            lines.append(f"| {version} | {' | '.join(cells)} | {last.date}, {last.python} |")
+            lines.append(
+                f"| {version} | {' | '.join(cells)} | {last.date}, {last.python}{last.commit and f', {last.commit}'} |"
+            )
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -258,6 +270,8 @@ def cell(result: Result | None) -> str:
 
 
 def page(results: Sequence[Result]) -> str:
+    from scripts import pythons
+
     machines = "; ".join(sorted({result.machine for result in results}))
     return f"""# Versions of other packages
 
@@ -269,6 +283,13 @@ takes the newest versions that setup.py allows, and `make lock` makes them the l
   compatibility between such versions (megatron-core, whose private parts this project uses). The reason is beside it.
 
 `blackmamba doctor` names installed packages that are older or newer than everything tried here.
+
+## Pythons
+
+Python decides which megatron-core is installed: 0.16.1 on 3.10 and 3.11, 0.19 on 3.12 and 3.13. `make pythons
+ARGS="python3.10 python3.12"` runs all of `make test` on each and writes this table.
+
+{pythons.table(pythons.read_results())}
 
 ## What was tried
 

@@ -99,6 +99,9 @@ CHANGES = (
     Change("device-literals", IMPORT, "cpu:device_literals", without_cuda,
            why='schedules, optimizers and clipping build tensors with device="cuda"',
            differs="modules of the list that a version lacks are left out"),
+    Change("loaded-shards", IMPORT, "cpu:loaded_shards", without_cuda,
+           why="replicas that share the reading of a checkpoint receive each other's shards in CUDA's memory",
+           touches={"dist_checkpointing.mapping": "init_data"}),
     Change("tensor-cuda", IMPORT, "cpu:tensor_cuda", without_cuda,
            why="checkpoint exchange and the embedding groups move tensors with .cuda()"),
     Change("tensor-type", IMPORT, "cpu:tensor_type", without_cuda,
@@ -113,6 +116,10 @@ CHANGES = (
            why="the all-to-all dispatcher makes split sizes arrays only from a GPU's; all_to_all refuses tensors",
            touches={"transformer.moe.moe_utils": "maybe_move_tensor_to_cpu",
                     "transformer.moe.token_dispatcher": "maybe_move_tensor_to_cpu"}),
+    Change("uneven-parts", IMPORT, "cpu:uneven_parts", without_cuda,
+           why="with parallel.expert_tensor ranks gather unequally many tokens; gloo gathers equal parts alone",
+           touches={"tensor_parallel.mappings": "_gather_along_first_dim _reduce_scatter_along_first_dim"},
+           instead="parallel.expert with parallel.expert_tensor is refused on CPUs"),
     Change("router-gemm", IMPORT, "everywhere:router_gemm", without_te_gemm, versions="0.16.1",
            why="0.16.1's router reads te_general_gemm, which only Transformer Engine defines"),
     Change("adam", IMPORT, "everywhere:adam", without_fused_adam,
@@ -181,6 +188,10 @@ CHANGES = (
     Change("settings", OPTIMIZER, "parts.optimizer:keep_settings", test=OPTIMIZER_TEST,
            why="loading restores the checkpoint's betas and eps, but the config should decide them",
            touches={"optimizer.optimizer": "load_state_dict"}),
+    Change("own-groups", OPTIMIZER, "parts.optimizer:know_groups", test=OPTIMIZER_TEST,
+           why="the plain optimizer tells groups apart by few settings: equal ones get each other's moments",
+           touches={"optimizer.optimizer": "_filter_and_reorder_param_groups load_state_dict"},
+           instead="optimizer.distributed=false with optimizer.groups or µP is refused on resume"),
     Change("own-shards", OPTIMIZER, "parts.optimizer_shards:save_own_shards", test=OPTIMIZER_TEST,
            why="a save gathers the whole optimizer state on every data-parallel rank, in host memory",
            touches={DISTRIBUTED:
@@ -260,4 +271,6 @@ def _of(when: str, skip: frozenset[str]) -> Iterator[Change]:
 def _quiet() -> None:
     """Silence the start-up warnings of megatron-core and torch about missing libraries; `doctor` reports them."""
     warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (are|is) not installed")
+    # 0.19's escape sequences, which Python 3.12 and later warn of when they compile it
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[/\\]megatron[/\\]core[/\\]")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # nvcc without a GPU, as on login nodes

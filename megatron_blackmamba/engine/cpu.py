@@ -129,6 +129,18 @@ def device_literals() -> None:
             replace(module, "torch", replacement)
 
 
+def loaded_shards() -> None:
+    """Build what an exchange of loaded shards receives on this process's device; its factory is a default argument."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    build = private(ShardedTensor, "init_data")
+
+    def init_data(self: Any, device: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, torch.cuda.current_device() if str(device).startswith("cuda") else device, *args, **kwargs)
+
+    replace(ShardedTensor, "init_data", init_data)
+
+
 def _exists(path: str) -> bool:
     try:
         return importlib.util.find_spec(path) is not None
@@ -195,3 +207,29 @@ def split_sizes() -> None:
 
     for module in (moe_utils, token_dispatcher):
         replace(module, "maybe_move_tensor_to_cpu", to_cpu)
+
+
+def uneven_parts() -> None:
+    """Pad the parts of ranks that hold unequally many tokens to the longest."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather: Callable = private(mappings, "_gather_along_first_dim")
+    scatter: Callable = private(mappings, "_reduce_scatter_along_first_dim")
+
+    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+
+    def gather_uneven(part: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or len({*sizes}) == 1:
+            return gather(part, group, sizes, use_global_buffer)
+        parts = gather(padded(part, max(sizes)), group).split(max(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def scatter_uneven(whole: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or len({*sizes}) == 1:
+            return scatter(whole, group, sizes, use_global_buffer)
+        parts = torch.cat([padded(part, max(sizes)) for part in whole.split(list(sizes))])
+        return scatter(parts, group)[: sizes[group.rank()]]
+
+    replace(mappings, "_gather_along_first_dim", gather_uneven)
+    replace(mappings, "_reduce_scatter_along_first_dim", scatter_uneven)

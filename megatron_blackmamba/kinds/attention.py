@@ -61,6 +61,7 @@ class Attention(LayerKind):
             "num_attention_heads": model.attention.heads,
             "kv_channels": head_dim(model),
             "num_query_groups": model.attention.kv_heads,
+            "qk_layernorm": model.attention.qk_norm,  # 0.19 refuses norms in the spec without it
         }
 
     def divisions(self, model: ModelConfig) -> list[Division]:

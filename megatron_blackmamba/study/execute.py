@@ -33,6 +33,8 @@ class Local:
         self.threads = os.environ.get("OMP_NUM_THREADS") or str(share)
         self.running: dict[subprocess.Popen, list[Cell]] = {}
         self.stopping = False
+        self.requests = 0
+        """Signals received. The handler only counts them: it may run inside a print, and must not print itself."""
         self.failed: list[str] = []
         self.counts = (0, 0)
 
@@ -41,11 +43,13 @@ class Local:
         left = [cell for cell in cells if not cell.done]
         waiting = [[*chain] for _, chain in itertools.groupby(left, lambda cell: cell.chain)]
         self.counts = len(cells) - len(left), len(cells)
-        before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             with progress.show(cells, lambda: [chain[0] for chain in self.running.values() if chain]):
                 while self.running or (waiting and not self.stopping):
-                    if self.until is not None and time.monotonic() > self.until and not self.stopping:
+                    if self.requests > 1:
+                        raise KeyboardInterrupt
+                    if self.requests or (self.until is not None and time.monotonic() > self.until):
                         self._stop()
                     while len(self.running) < self.jobs and not self.stopping and (ready := self._ready(waiting)):
                         waiting.remove(ready)
@@ -107,10 +111,13 @@ class Local:
             self.failed.append(f"{chain[0].name} ended with code {code}, see {self.output(chain[0])}")
             self.say(self.failed[-1])
 
-    def _stop(self, *_: object) -> None:
+    def _on_signal(self, *_: object) -> None:
+        self.requests += 1
+
+    def _stop(self) -> None:
         """Ask the runs to save and end; a second request kills them."""
         if self.stopping:
-            raise KeyboardInterrupt
+            return
         self.stopping = True
         self.say("saving; the same command goes on from here")
         for process in self.running:

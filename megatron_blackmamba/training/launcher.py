@@ -127,10 +127,11 @@ class _Signals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass the signal on. This may run inside a print or a wait, so it does neither."""
         self.asked = True
         self.interrupts += number == signal.SIGINT
         if self._group and self.interrupts > 1:
-            self._group.kill(INTERRUPTED)
+            self._group.end(INTERRUPTED)
         elif self._group:
             self._group.send(FORWARDED[signal.Signals(number)])
 
@@ -176,12 +177,17 @@ class _Group:
                 return max(code or 0 for code in codes)
             time.sleep(POLL_SECONDS)
 
-    def kill(self, code: int | None = None) -> None:
-        """Kill every remaining worker and its children; `wait` then returns `code`."""
+    def end(self, code: int | None = None) -> None:
+        """Kill every remaining worker and its children, without waiting; `wait` then returns `code`."""
         self._code = code
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill every remaining worker and its children, and wait for their end."""
+        self.end()
+        for worker in self._workers:
             worker.wait()
         self._said.close()
 

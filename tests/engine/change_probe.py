@@ -212,6 +212,18 @@ def plan_a_save() -> dict:
     return {"losses": []}
 
 
+def receive_shard() -> dict:
+    """Make room for a shard that another replica has read, as an exchange does."""
+    from megatron_blackmamba.runtime import world
+
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    world.start(load("tiny").parallel)
+    shard = ShardedTensor.from_rank_offsets("weight", torch.ones(3)).without_data()
+    shard.init_data("cuda")
+    return {"shape": list(shard.data.shape), "losses": []}
+
+
 def read_strides() -> dict:
     """Read metadata as torch writes it from 2.15 on."""
     from megatron_blackmamba.runtime import world
@@ -236,6 +248,7 @@ def look_for_the_tracer() -> dict:
 
 ONE = (1, partial(train, []))
 TWO_STAGES = (2, partial(train, ["parallel.pipeline=2"]))
+CUT_EXPERTS = (4, partial(train, ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"]))
 SPREAD_EXPERTS = (2, partial(train, ["parallel.expert=2"]))
 SCENARIOS = {
     "jit": (1, gate_as_megatron_does),
@@ -244,10 +257,12 @@ SCENARIOS = {
     "synchronize": (1, save),
     "streams": SPREAD_EXPERTS,
     "device-literals": ONE,
+    "loaded-shards": (1, receive_shard),
     "tensor-cuda": TWO_STAGES,
     "tensor-type": ONE,
     "rng": ONE,
     "split-sizes": SPREAD_EXPERTS,
+    "uneven-parts": CUT_EXPERTS,
     "router-gemm": (1, route_as_megatron_does),
     "adam": ONE,
     "clipping": (1, clip),

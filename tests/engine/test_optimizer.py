@@ -53,6 +53,21 @@ def first_state(place, folder, left_out, monkeypatch):
     return False
 
 
+HASHED = ["model.pattern=E", "model.router.kind=hash", "model.tie_embeddings=false"]
+SAME_SIZE = [*HASHED, "optimizer.groups.embedding.learning_rate=2", "optimizer.groups.head.learning_rate=0.5"]
+"""Embedding and head have the same shape, and each is a group by itself."""
+
+
+def groups(place, folder, left_out, monkeypatch):
+    """Return whether a resumed run leaves the one that went on, or one that goes back as a guard's rewind does."""
+    first = Run(place, folder, "whole", *SAME_SIZE, skip=left_out).train(3)
+    first.checkpoints.save(3, {})
+    first.checkpoints.finish(wait=True)
+    resumed = Run(place, folder, "whole", *SAME_SIZE, skip=left_out).resumed().train(2).weights()
+    expected = first.train(2).weights()
+    return not torch.equal(resumed, expected) or not torch.equal(first.resumed().train(2).weights(), expected)
+
+
 def norm(place, folder, left_out, monkeypatch):
     run = Run(place, folder, "whole", skip=left_out)
     run.step.gradients(run.batches())
@@ -119,6 +134,7 @@ BREAKS = {
     "state-order": order,
     "learning-rates": rates,
     "settings": settings,
+    "own-groups": groups,
     "own-shards": copies,
 }
 

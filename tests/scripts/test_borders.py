@@ -1,7 +1,9 @@
 """The lock covers setup.py, the table of versions is what was measured, and a killed run of it continues."""
 
 import json
+import subprocess
 import sys
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from packaging.version import Version
 
 from megatron_blackmamba.hf.configuration_blackmamba import TRIED
 from megatron_blackmamba.launch import software
-from scripts import borders
+from scripts import borders, pythons
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("data", "dev", "docs", "bench", "wandb")
@@ -76,3 +78,28 @@ def test_the_doctor_names_what_nobody_tried(monkeypatch):
     monkeypatch.setattr(software, "tried_versions", lambda: {"numpy": {"1.2.0", "1.30.1"}, "torch": {"1.0", "99.0"}})
     (found,) = software.versions()
     assert found.status == "note" and "is newer than everything tried (1.2.0 to 1.30.1)" in found.found
+
+
+def test_a_python_s_result_names_commit_and_date(tmp_path, monkeypatch):
+    """`make` is real, on a Makefile whose tests end at once."""
+    (tmp_path / "Makefile").write_text("test:\n\t@mkdir -p $(VENV)/bin; echo '== 3 passed in 0.1s =='; $(END)\n")
+    monkeypatch.setattr(pythons, "ROOT", tmp_path)
+    monkeypatch.setattr(pythons, "RESULTS", tmp_path / "pythons.json")
+    monkeypatch.setattr(borders, "PAGE", tmp_path / "versions.md")
+    monkeypatch.setattr(borders, "versions_in", lambda python, packages: dict.fromkeys(packages, "1.2"))
+    for words in (
+        ["init", "-q"],
+        ["add", "Makefile"],
+        ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "x"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    assert pythons.main([sys.executable]) == 0
+    (found,) = pythons.read_results()
+    assert found.commit == pythons.git("rev-parse", "--short=10", "HEAD") and found.date == date.today().isoformat()
+    row = f"| {found.python} | 1.2 | 1.2 | 1.2 | 3 passed in 0.1s | {found.commit}, {found.date} |"
+    assert row in (tmp_path / "versions.md").read_text()
+    monkeypatch.setenv("END", "exit 1")
+    assert pythons.main([sys.executable]) == 1 and "**failed**: 3 passed" in (tmp_path / "versions.md").read_text()
+    (tmp_path / "Makefile").write_text("test:\n")
+    with pytest.raises(SystemExit):
+        pythons.main([sys.executable])

@@ -1,5 +1,6 @@
 """Studies on trunks and branches: a branch is a whole run with the same schedule, and laws are found where they are."""
 
+import io
 import math
 import signal
 import subprocess
@@ -197,6 +198,35 @@ def test_no_two_processes_train_one_trunk(tmp_path):
     assert first.chain == later.chain and local._ready([[later], dense]) == [later]
     local.running[object()] = [first]
     assert local._ready([[later], dense]) == dense and local._ready([[later]]) is None
+
+
+class StopsWhilePrinting(io.RawIOBase):
+    """An output whose first write is interrupted by a request to stop."""
+
+    def __init__(self):
+        self.lines = []
+
+    def writable(self):
+        return True
+
+    def write(self, text):
+        self.lines += [bytes(text).decode()]
+        if len(self.lines) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return len(text)
+
+
+def test_a_request_to_stop_inside_a_print_saves(tmp_path):
+    """A buffered output must not be entered twice, as a handler that prints would."""
+    study = study_of(tmp_path)
+    output = io.BufferedWriter(StopsWhilePrinting())
+    say = lambda text: (output.write(f"{text}\n".encode()), output.flush())
+    local = Local(tmp_path, jobs=1, seconds=None, say=say)
+    sleeper = subprocess.Popen(["sleep", "600"])
+    local._start = lambda chain: (local.running.update({sleeper: chain}), say("started"))
+    assert local.train(study.runs(study.learning_rates())[:1]) is False
+    assert sleeper.returncode == -signal.SIGTERM and not local.failed
+    assert "".join(output.raw.lines) == "started\nsaving; the same command goes on from here\n"
 
 
 def test_keys_that_end_alike_have_names_of_their_own(tmp_path):

@@ -2,12 +2,14 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import exits
+from megatron_blackmamba.training import launcher
 from tests.waiting import Command, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,6 +215,22 @@ sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.a
     done = subprocess.run([sys.executable, "-c", code, worker, str(tmp_path)], cwd=ROOT)
     assert done.returncode == 75
     assert {(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)} == {"SIGTERM"}
+
+
+def test_a_second_interrupt_while_waiting_does_not_block(tmp_path):
+    """Python's `Popen` has a lock: a handler that waits for a worker would block a main thread that looks at it."""
+    signals = launcher._Signals()
+    try:
+        group = signals.start(lambda: launcher._Group(["sleep", "600"], 1))
+        with group._workers[0]._waitpid_lock:
+            interrupting = threading.Thread(target=lambda: [signals._on_signal(signal.SIGINT, None) for _ in range(2)])
+            interrupting.start()
+            interrupting.join(timeout=20)
+            assert not interrupting.is_alive()
+        assert group.wait(lambda: None) == exits.INTERRUPTED
+        group.kill()
+    finally:
+        signals.release()
 
 
 def test_run_stays_locked_between_crash_and_restart(tmp_path):

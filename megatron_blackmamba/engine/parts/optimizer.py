@@ -129,14 +129,10 @@ def keep_settings(built: Built) -> None:
 
 
 def _load_but_settings(optimizer: Any, load: Callable[[dict], None], state: dict) -> None:
-    """Load a state and keep the settings of each group, which megatron-core tells apart by only some of them.
-
-    All groups have taken the same number of steps. One without weights on the rank that saved the groups counts none.
-    """
-    saved = list(_groups(state))
-    steps = max((int(group["step"]) for group in saved if "step" in group), default=None)
+    """Load a state and keep the settings of each group, which megatron-core tells apart by only some of them."""
+    steps = _steps(state)
     if steps is not None:
-        for group in saved:
+        for group in _groups(state):
             group["step"] = steps
     configured = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
     load(state)
@@ -144,6 +140,34 @@ def _load_but_settings(optimizer: Any, load: Callable[[dict], None], state: dict
         kept = {name: group[name] for name in ("params", "step") if name in group}
         group.clear()
         group.update(settings | kept)
+
+
+def know_groups(built: Built) -> None:
+    """Load each weight's state by the weight's name, whatever the groups are and however they are told apart.
+
+    The loaded state has the tensors by name already. Only the lists of weights in its groups are by position.
+    """
+    for part in built.parts:
+        if isinstance(part, DistributedOptimizer) or getattr(part, "is_stub_optimizer", False):
+            continue  # the distributed one takes lists of weights from its own groups
+        replace(part, "_filter_and_reorder_param_groups", lambda groups, saved: saved)
+        replace(part, "load_state_dict", partial(_load_into_own_groups, part, part.load_state_dict))
+
+
+def _load_into_own_groups(optimizer: Any, load: Callable[[dict], None], state: dict) -> None:
+    steps = _steps(state)
+    step = {} if steps is None else {"step": steps}
+    own = optimizer.optimizer.state_dict()["param_groups"]
+    # A stage without weights of this optimizer has saved no state, not even an empty one.
+    load({"state": {}, **state, "param_groups": [group | step for group in own]})
+
+
+def _steps(state: dict) -> int | None:
+    """Return the number of steps that all groups have taken; None if the optimizer does not count them.
+
+    A group without weights on the rank that saved the groups counts none.
+    """
+    return max((int(group["step"]) for group in _groups(state) if "step" in group), default=None)
 
 
 def _groups(state: Any) -> Iterator[dict]:

@@ -29,7 +29,7 @@ FIXED = (
 LOSS_WEIGHTS = ("model.z_loss", "model.router.z_loss", "model.mtp.loss")
 """Keys of the model that change its training alone."""
 WHOLE = ("optimizer.groups.",)
-"""Fixed too with optimizer.distributed=false: megatron-core's plain optimizer finds its state by the groups."""
+"""Fixed too with optimizer.distributed=false: megatron-core's plain optimizer saves its groups as a list."""
 BY_NAME = ("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp", *LOSS_WEIGHTS)
 """May change from here on, if resume.allow names them."""
 
