@@ -4,6 +4,7 @@ import math
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_blackmamba.settings.base import Section
 
@@ -55,7 +56,7 @@ class RouterConfig(Section):
     def _number_or_auto(cls, value: Any) -> Any:
         if value == "auto" or (type(value) is int and value >= 0):
             return value
-        raise ValueError("must be a whole number from 0 on, or auto")
+        raise PydanticCustomError("number_or_auto", "must be a whole number from 0 on, or auto")
 
 
 class AttentionConfig(Section):

@@ -169,3 +169,18 @@ def test_rules_of_inference_are_compared_on_the_same_weights(points):
     ]
     (row,) = tables.rules(some).rows
     assert row == ["experts", "xs", "3k", "3", "+0.070 ± 0.025", "-0.030 ± 0.025"]
+
+
+def test_generation_shows_the_loss_of_the_largest_budget(points):
+    measured = {"group": "dense", "size": "s", "lengths": [16, 64], "milliseconds": [1.0, 2.0], "bytes": [8, 8]}
+    page = tables.generation(Evidence("x", "y", "experts", 90, {}, tuple(points), [measured])).html()
+    losses = {p.budget: p.loss for p in points if (p.variant, p.size) == ("dense", "s")}
+    assert f"{losses[max(losses)]:.3f}" in page and f"{losses[min(losses)]:.3f}" not in page
+
+
+def test_crossings_count_all_seeds():
+    said = evidence._crossing(fits.Crossing({1: 10.0}, True, never=2, always=1))
+    assert said == (
+        "the sign turns at 10.0 in 1 of 4 seeds, positive at the end in 2 of 4 seeds,"
+        " negative at the end in 1 of 4 seeds"
+    )
