@@ -47,7 +47,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.mamba_norms": ("true",),
     "model.eod_reset": ("0", "7"),
     "model.router.kind": ("sinkhorn_bias", "softmax", "expert_bias", "quantile", "expert_choice", "hash"),
-    "model.router.iterations": ("0", "3"),
+    "model.router.iterations": ("0", "3", "auto"),
     "model.router.temperature": ("0.5",),
     "model.router.start": ("uniform",),
     "model.router.scope": ("rank", "data"),
@@ -57,6 +57,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.router.bias": ("false",),
     "model.router.normalize": ("true",),
     "model.router.scale": ("2.5",),
+    "model.router.gate": ("sigmoid", "softmax"),
     "model.attention.heads": ("2", "8"),
     "model.attention.kv_heads": ("1", "2"),
     "model.attention.head_dim": ("4", "6"),
@@ -142,8 +143,12 @@ NOT_DRAWN = {
     **dict.fromkeys(
         ("data.kind", "data.mixture", "data.verify_rate", "data.mask_first_token"), "need token shards: tests/data"
     ),
-    **dict.fromkeys(("start.from", "start.branch"), "need another run: tests/training/test_branches.py"),
-    **dict.fromkeys(("kernels.linear", "kernels.scan_states", "kernels.if_missing"), "need a GPU"),
+    **dict.fromkeys(
+        ("start.from", "start.branch", "start.reread"), "need another run: tests/training/test_branches.py"
+    ),
+    **dict.fromkeys(
+        ("kernels.linear", "kernels.scan_states", "kernels.cuda_graph", "kernels.if_missing"), "need a GPU"
+    ),
     **dict.fromkeys(
         ("evaluation.every", "evaluation.tasks", "evaluation.data", "evaluation.limit"), "need questions of lm-eval"
     ),

@@ -46,7 +46,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from benchmarks.rehearsal.record import LOG, size_of, tensors_in  # noqa: E402
+from benchmarks.rehearsal.record import LOG, VALUES, size_of, tensors_in  # noqa: E402
 
 GPUS = 8
 MEMORY_GIB = 80
@@ -184,6 +184,8 @@ def _stop_triton_before_launch() -> None:
         for tensor in tensors:
             if not tensor.is_cuda:
                 LOG.note(f"{name} is given a tensor on {tensor.device}")
+        if name == "place_pairs":  # choice, counts of programs, order, places, and the pairs of each expert
+            VALUES.share(tensors[4], tensors[0].numel())
         LOG.launch(name, tensors, constants, tuple(grid(constants)) if callable(grid) else tuple(grid))
 
     JITFunction.run = run

@@ -235,9 +235,9 @@ class Values:
         ins = tensors_in(args, kwargs)
         with _disable_current_modes():
             if name == "sum" and ins[0].dtype == torch.bool and ins[0].dim() == 2 and self.of(ins[0]) is None:
-                self._share(outs[0], ins[0].numel() * LOG.share_of_mask)
+                self.share(outs[0], ins[0].numel() * LOG.share_of_mask)
             elif name == "scatter_add_" and self.of(args[2]) is None:
-                self._share(args[0], args[2].numel())
+                self.share(args[0], args[2].numel())
             elif ins and ins[0].numel() <= SMALL and all(self.of(t) is not None for t in ins):
                 here = kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
                 real = func(*tree_map(self._value, args), **tree_map(self._value, here))
@@ -256,8 +256,10 @@ class Values:
             elif "alltoall" in name:
                 self.set(tensors[0], mine)
 
-    def _share(self, counts: torch.Tensor, whole: float) -> None:
-        self.set(counts, torch.full(tuple(counts.shape), round(whole / counts.numel()), dtype=counts.dtype))
+    def share(self, counts: torch.Tensor, whole: float) -> None:
+        """Set counts to equal parts of a whole."""
+        with _disable_current_modes():
+            self.set(counts, torch.full(tuple(counts.shape), round(whole / counts.numel()), dtype=counts.dtype))
 
     def _value(self, x: object) -> object:
         return self.of(x) if isinstance(x, torch.Tensor) else x

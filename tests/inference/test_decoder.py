@@ -151,13 +151,13 @@ def test_step_is_captured_on_the_models_device(decoder, monkeypatch):
         current.pop()
 
     def noted(name):
-        return lambda *_: used.append((name, current[-1])) or MagicMock()
+        return lambda *_, **__: used.append((name, current[-1])) or MagicMock()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, noted(name))
     step = Captured(decoder, decoder.start(2))
-    step.graph.replay = noted("replay")
+    step.graph.cuda_graph.replay = noted("replay")
     step(torch.tensor(TOKENS[:2]))
     assert {name for name, _ in used} == {"Stream", "current_stream", "stream", "CUDAGraph", "graph", "replay"}
     assert {number for _, number in used} == {1}
