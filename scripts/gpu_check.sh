@@ -8,7 +8,8 @@
 # and the source archives of mamba-ssm and causal-conv1d, which are built for this GPU alone where there is nvcc, to be
 # measured against. RESULTS (default gpu_results) receives the logs, the benchmarks' JSON and summary.txt.
 # In turn: tests; the 1.5B model's step with its profile, then beside dense models; kernels beside their peers; generation;
-# the loop of `tiny`; the 1.5B model's step beside the same in FP8. LIMIT=N (default 530) bounds the call in seconds. What
+# the loop of `tiny`; the 1.5B model's step beside the same in FP8; layouts of several ranks over NCCL, which go on where an
+# earlier call with the same RESULTS stopped. LIMIT=N (default 530) bounds the call in seconds. What
 # runs out of time leaves what it had found. Exit code: that of the tests.
 #
 # REHEARSE=1 runs on a machine without a GPU all that needs none: installing, building for an H100, collecting the tests,
@@ -24,7 +25,7 @@ WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 mkdir -p "$RESULTS"
 RESULTS=$(cd "$RESULTS" && pwd)
-rm -f "$RESULTS"/*.log "$RESULTS"/*.json "$RESULTS/summary.txt"
+find "$RESULTS" -maxdepth 1 \( -name '*.log' -o -name '*.json' -o -name summary.txt \) ! -name nccl.json -delete
 source scripts/carried.sh
 PATH="$WORK/site/bin:$(dirname "$(command -v "$PYTHON")"):$PATH" # ninja is there: without it sources compile in turn
 
@@ -148,12 +149,15 @@ STEP=(blackmamba_340m_1.5b --beside blackmamba_340m_1.5b+kernels.linear=fp8)
 if [ "$(left)" -ge 40 ]; then
     within "$(left)" fp8.log "$PYTHON" -m benchmarks.gpu_step "${STEP[@]}" --json "$RESULTS/gpu_step_fp8.json"
 fi
+if [ -z "${REHEARSE:-}" ] && [ "$(left)" -ge 60 ]; then
+    within "$(left)" nccl.log "$PYTHON" -m tests.gpu.nccl_layouts --results "$RESULTS/nccl.json" --seconds "$(($(left) - 10))"
+fi
 
 {
     echo "tests: exit code $TESTS ($(grep -E '[0-9]+ (passed|failed|skipped)' "$RESULTS/tests.log" | tail -1))"
     echo "peers: ${PEERS:-none}"
     [ ! -e "$RESULTS/build.log" ] || grep -iE 'error|took' "$RESULTS/build.log" | tail -3
-    for log in kernels step generation loop fp8; do
+    for log in kernels step generation loop fp8 nccl; do
         [ ! -e "$RESULTS/$log.log" ] || { printf '\n%s:\n' "$log"; tail -60 "$RESULTS/$log.log"; }
     done
     echo "took $SECONDS s"

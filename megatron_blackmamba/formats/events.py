@@ -126,7 +126,7 @@ class Kernels(Event):
 
 
 class CudaGraph(Event):
-    """Whether the gradients of a micro-batch are one launch, and why not."""
+    """A run captures micro-batches as one launch, or says why not."""
 
     news: str
     says = "kernels.cuda_graph: {news}"

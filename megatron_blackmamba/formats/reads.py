@@ -1,4 +1,4 @@
-"""What earlier runs have read of a source, and how a run with another sequence length goes on: arithmetic alone.
+"""Account for what earlier runs have read of a source, and how a run with another sequence length goes on: arithmetic alone.
 
 A run reads the windows of an epoch in a random order, so half an epoch leaves gaps everywhere. A length that divides
 the earlier run's cuts the windows that are left into pieces, and no token is read twice before the epoch ends. Any
@@ -15,7 +15,7 @@ from megatron_blackmamba.settings import Section
 
 
 class Read(Section):
-    """What one run has read of a source."""
+    """The reading of one run from a source."""
 
     sequence_length: int = Field(gt=0)
     samples: int = Field(gt=0)

@@ -1,4 +1,4 @@
-"""What the GPU kernels of the selective scan read and write, gathered once for all launches of a call.
+"""Tensors that the GPU kernels of the selective scan read and write, gathered once for all launches of a call.
 
 Shapes: B batch, L length, I inner channels, N state, G chunks.
 """

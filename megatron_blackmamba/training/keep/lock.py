@@ -35,7 +35,7 @@ class Lock:
 
     @property
     def lost(self) -> bool:
-        """Whether the file was removed, moved or replaced."""
+        """Return whether the file was removed, moved or replaced."""
         try:
             return self._file is None or not os.path.samestat(os.fstat(self._file), os.stat(self.path))
         except OSError:
