@@ -1,4 +1,4 @@
-"""Account for what earlier runs have read of a source, and how a run with another sequence length goes on: arithmetic alone.
+"""Account for what earlier runs have read of a source, and for how a run with another sequence length goes on.
 
 A run reads the windows of an epoch in a random order, so half an epoch leaves gaps everywhere. A length that divides
 the earlier run's cuts the windows that are left into pieces, and no token is read twice before the epoch ends. Any
