@@ -104,7 +104,8 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
             costs = afford.costs(left, Evidence.of(study, cells, known).points)
             say("; ".join(afford.described(costs, how.budget)))
             ready = [cell for cell in afford.afforded(costs, how.budget) if not cell.waits]
-        if not ready or not _do(ready, study, how, local) or how.budget is not None:
+        counted = [cell for cell in left if cell.done] + ready
+        if not ready or not _do(counted, study, how, local) or how.budget is not None:
             return all(cell.done for cell in left)
         study = settled(study, known)
 

@@ -156,6 +156,7 @@ def test_step_is_captured_on_the_models_device(decoder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, noted(name))
+    monkeypatch.setattr(decoder, "graphs", None)  # those of other tests
     step = Captured(decoder, decoder.start(2))
     step.graph.cuda_graph.replay = noted("replay")
     step(torch.tensor(TOKENS[:2]))
