@@ -53,8 +53,8 @@ class Kernel:
     spilled_bytes: int
     shared_bytes: int
     cubin: bytes = field(repr=False)
-    ttgir: str = field(repr=False)
-    """Triton's last representation whose operations are those of whole tiles."""
+    ttgir: str = field(default="", repr=False)
+    """Triton's last representation whose operations are those of whole tiles; kernels in CUDA C++ have none."""
 
     @cached_property
     def loop(self) -> Loop:
