@@ -14,6 +14,7 @@ from benchmarks.gpu_step import most_sequences
 from megatron_blackmamba import model
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.ops import matvec
 from megatron_blackmamba.runtime import world
 
 GIB = 2**30
@@ -157,7 +158,15 @@ def test_growing_process_is_measured_after_a_limit(monkeypatch):
     assert len(made) == 4
 
 
-def test_bf16_is_left_out_without_instructions(monkeypatch):
+@pytest.fixture
+def asked_anew():
+    """Ask about the processor's instructions anew, whatever an earlier test was answered; later tests do so too."""
+    matvec.bf16_products.cache_clear()
+    yield
+    matvec.bf16_products.cache_clear()
+
+
+def test_bf16_is_left_out_without_instructions(asked_anew, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert experts.dtypes("cpu") == ["float32"]
     assert experts.dtypes("cuda") == ["float32", "bfloat16"]
