@@ -79,7 +79,7 @@ def unsupported(weight: Tensor) -> str | None:
 
 
 class Launch:
-    """What all launches of a step have in common: the device, and how kernels follow each other."""
+    """The part that all launches of a step have in common: the device, and how kernels follow each other."""
 
     def __init__(self, like: Tensor, overlap: bool):
         self.overlap = overlap and OVERLAP and like.is_cuda and torch.cuda.get_device_capability(like.device)[0] >= 9

@@ -1,4 +1,4 @@
-"""What follows from a study's points: differences, where their sign turns, and the best learning rate."""
+"""Conclusions from a study's points: differences, where their sign turns, and the best learning rate."""
 
 import itertools
 import math

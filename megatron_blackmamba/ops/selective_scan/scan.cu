@@ -188,7 +188,6 @@ constexpr int BACKWARD_STAGE = STATES_AT + WIDTH * STATES * 2;
 constexpr int TOKEN = 32;                                // floats of a warp's channels
 constexpr int OF_WARP = 5 * STEP * TOKEN;                // delta, input and g; sums over the states of two
 constexpr int SUMS = 2 * WARPS * STEP * TOKEN;           // a warp's two halves of dB and dC
-constexpr int BACKWARD_BYTES = BACKWARD_STAGES * BACKWARD_STAGE + (WARPS * OF_WARP + SUMS) * 4;
 
 // The sum over the four lanes that share w: lane q receives that of channel q.
 DEVICE float sum_over_states(const float* x, bool odd, bool upper) {
