@@ -21,10 +21,12 @@ import torch
 
 from benchmarks._common import table
 from benchmarks.gpu_kernels import EXPERTS, INNER, LENGTH, TAPS, Machine, _timed, normal
-from megatron_blackmamba.ops import backends, order, triton_cross_entropy, triton_norm
+from megatron_blackmamba.ops import backends, order
 from megatron_blackmamba.ops.causal_conv1d import Inputs
 from megatron_blackmamba.ops.causal_conv1d import triton as triton_convolution
 from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
+from megatron_blackmamba.ops.cross_entropy import triton as triton_cross_entropy
+from megatron_blackmamba.ops.rms_norm import triton as triton_norm
 from megatron_blackmamba.ops.sinkhorn import LOAD_BOUND, MOST_ITERATIONS
 from megatron_blackmamba.ops.sinkhorn import triton as triton_sinkhorn
 

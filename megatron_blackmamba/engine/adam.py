@@ -2,7 +2,7 @@
 
 megatron-core's distributed optimizer can save and resume that layout of Apex and Transformer Engine, so a checkpoint
 made on CPUs continues on GPUs and back. Moments are in the precision of the weights, or in bf16, rounded stochastically
-(ops/rounding.py); they are saved in fp32 by the distributed optimizer either way. Gradients may be in bf16.
+(ops/adam/rounding.py); they are saved in fp32 by the distributed optimizer either way. Gradients may be in bf16.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.ops import backends, rounding
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.adam import rounding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 2**20

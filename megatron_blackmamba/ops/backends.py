@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-FOR_CPUS = ("cpu", "cpp")
+FOR_CPU = "cpp"
+OLD_NAMES = {"cpu": FOR_CPU}
 SUPPORT = "triton_support"
-SINGLE_FILES = ("cross_entropy", "experts", "gated", "rms_norm")
-"""Operations that have backends, but no package of their own."""
 TRIAL_DEVICE = "cuda"
 """Where the smallest call of a backend is tried."""
 FUSED_ADAM = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
@@ -29,6 +28,7 @@ FUSED_ADAM = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
 
 def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
     """Return the module of the backend `wanted`, or for "auto" of the first in `names` that can do the call."""
+    wanted = OLD_NAMES.get(wanted, wanted)
     if wanted != "auto" and wanted not in names:
         raise ValueError(f"backend must be one of auto, {', '.join(names)}; not {wanted!r}")
     reasons = {}
@@ -54,13 +54,14 @@ def of_this_machine() -> dict[str, dict[str, str | None]]:
 
     found = {}
     for module in pkgutil.iter_modules(ops.__path__):
-        if module.ispkg or module.name in SINGLE_FILES:
-            names = importlib.import_module(f"{ops.__name__}.{module.name}").available_backends()
-            found[module.name] = {name: why for name, why in names.items() if not (has_gpu() and name in FOR_CPUS)}
+        op = importlib.import_module(f"{ops.__name__}.{module.name}") if module.ispkg else None
+        if hasattr(op, "available_backends"):
+            names = op.available_backends()
+            found[module.name] = {name: why for name, why in names.items() if not (has_gpu() and name == FOR_CPU)}
     found["attention"] = {"scaled_dot_product_attention": None}
     found["adam"] = {
         "fused_adam": _why_no_fused_adam(),
-        "triton": why_not(ops.__name__, "triton_adam"),
+        "triton": why_not(f"{ops.__name__}.adam", "triton"),
         "pytorch": None,
     }
     return found
@@ -134,11 +135,11 @@ def _tried(smallest: Callable[[str], None], device: str) -> str | None:
 
 
 def triton_of(name: str, *call: Any) -> ModuleType | None:
-    """Return the module `ops.triton_<name>` if it can do the call, of which the first argument is a tensor."""
-    package, module = "megatron_blackmamba.ops", f"triton_{name}"
-    if not (call[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or why_not(package, module):
+    """Return the module `ops.<name>.triton` if it can do the call, of which the first argument is a tensor."""
+    package = f"megatron_blackmamba.ops.{name}"
+    if not (call[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or why_not(package, "triton"):
         return None
-    found = _load(package, module)
+    found = _load(package, "triton")
     return None if found.unsupported(*call) else found
 
 
@@ -146,8 +147,11 @@ def fused(name: str) -> dict[str, str | None]:
     """Return the backends of an op that is one kernel of Triton or C++, else PyTorch's operations."""
     from megatron_blackmamba.ops import library
 
-    package = "megatron_blackmamba.ops"
-    return {"triton": why_not(package, f"triton_{name}"), "cpp": library.unavailable(), "pytorch": None}
+    return {
+        "triton": why_not(f"megatron_blackmamba.ops.{name}", "triton"),
+        "cpp": library.unavailable(),
+        "pytorch": None,
+    }
 
 
 @cache

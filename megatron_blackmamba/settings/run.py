@@ -223,7 +223,7 @@ class KernelsConfig(Section):
     (fp8; needs an H100 or newer GPU). te has not run. On one H200, fp8 has 0.96 times the speed of local."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """megatron-core's exchange of tokens between the ranks that share the experts."""
-    scan: Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "mamba_ssm"] = "auto"
+    scan: Literal["auto", "reference", "chunked", "cpp", "cuda", "triton", "mamba_ssm"] = "auto"
     """The selective scan; auto: the fastest one that works here."""
     scan_states: Literal["keep", "recompute"] = "keep"
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""

@@ -142,7 +142,7 @@ def test_each_op_names_backend_in_use_and_better_ones(monkeypatch):
     monkeypatch.setattr(backends, "has_gpu", lambda: True)
     on_gpu = dict(line.split(": ", 1) for line in backends.in_use())
     assert on_gpu["gated"].startswith("pytorch; not triton: ")  # kernels for CPUs take no CUDA tensors
-    assert not on_gpu["selective_scan"].startswith("cpu")
+    assert not on_gpu["selective_scan"].startswith("cpp")
     if find_spec("mamba_ssm") is None:
         assert on_gpu["ssd"] == "chunked; not mamba_ssm: No module named 'mamba_ssm'"
 

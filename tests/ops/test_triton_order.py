@@ -9,7 +9,8 @@ pytestmark = pytest.mark.xdist_group("triton")
 
 
 def orders(choice_P, experts, programs):
-    from megatron_blackmamba.ops import backends, order, triton_order
+    from megatron_blackmamba.ops import backends, order
+    from megatron_blackmamba.ops.order import triton as triton_order
 
     triton_order.PROGRAMS, triton_order.TILE = programs, 64
     assert backends.triton_of("order", choice_P, experts)

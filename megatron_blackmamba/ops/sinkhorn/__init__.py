@@ -19,7 +19,7 @@ from megatron_blackmamba.ops.arguments import require_dimensions, require_floats
 
 __all__ = ["available_backends", "load_imbalance", "sinkhorn_choice"]
 
-BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
+BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 MOST_ITERATIONS, LOAD_BOUND = 16, 1.2
 """Of "auto": most iterations, and the multiple of the mean share of the plan that ends them if no expert has more."""
 

@@ -1,8 +1,8 @@
 """One token of some sequences through a whole block, norm and residual included, in a few Triton kernels.
 
 Three kernels for a Mamba layer; two for experts or an MLP, three for more than one sequence. One sequence has kernels
-of its own (`triton_decode_one`): its products are bound by the reading of weights. Others use tensor cores
-(`triton_decode_rows`).
+of its own (`triton_one`): its products are bound by the reading of weights. Others use tensor cores
+(`triton_rows`).
 
 Shapes: B sequences, D model, I inner, N state, R rank of dt, K taps, E experts, F hidden units, G = 2F gate and up,
 V vocabulary, C columns, O rows.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from megatron_blackmamba.ops import triton_decode_one as one
-from megatron_blackmamba.ops import triton_decode_rows as rows
-from megatron_blackmamba.ops.triton_decode_shared import choose_largest, embed, find_largest, mamba_scan
+from megatron_blackmamba.ops.decoding import triton_one as one
+from megatron_blackmamba.ops.decoding import triton_rows as rows
+from megatron_blackmamba.ops.decoding.triton_shared import choose_largest, embed, find_largest, mamba_scan
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["ExpertsStep", "MambaStep", "embedded", "likeliest", "product", "unavailable", "unsupported"]

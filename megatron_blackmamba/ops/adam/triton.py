@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_blackmamba.ops import rounding
+from megatron_blackmamba.ops.adam import rounding
 from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
 __all__ = ["Settings", "Table", "unavailable", "unsupported"]

@@ -1,7 +1,7 @@
 """One token of a few sequences through a whole block, norm and residual included: C++ on CPUs, Triton on GPUs.
 
 At batch 1 a block lasts as long as memory takes to deliver its weights, if little else happens between two matrices.
-The C++ is csrc/decoding.cpp, the Triton kernels are called by `triton_decoding`.
+The C++ is csrc/decoding.cpp, the Triton kernels are called by `triton`.
 
 Shapes: B sequences, D model, I inner, W window, K = W + 1 taps, N state, R rank of dt, E experts, F expert hidden,
 G = 2F gate and up. For Mamba-2: H heads, P channels of a head, Q channels of the convolution.

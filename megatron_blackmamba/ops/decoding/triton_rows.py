@@ -10,8 +10,8 @@ rows of a weight.
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.triton_decode_one import choose, load_choice_bias
-from megatron_blackmamba.ops.triton_decode_shared import (
+from megatron_blackmamba.ops.decoding.triton_one import choose, load_choice_bias
+from megatron_blackmamba.ops.decoding.triton_shared import (
     activation,
     convolve,
     dot,

@@ -18,14 +18,14 @@ ROWS_OF_A_UNIT = 64  # as in csrc/rms_norm.cpp
 
 def available_backends() -> dict[str, str | None]:
     """Return the backends, each with None if this machine can use it, or with the reason why not."""
-    return backends.fused("norm")
+    return backends.fused("rms_norm")
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32 (float64 if x is), in the weight's dtype."""
     require_floats("rms_norm", x=x, weight=weight_D)
     require_shape("rms_norm", "weight", weight_D, x.shape[-1])
-    if triton := backends.triton_of("norm", x, weight_D):
+    if triton := backends.triton_of("rms_norm", x, weight_D):
         return triton.norm_and_stream(x, weight_D, eps)[0]
     if why_not_cpp(x, weight_D):
         compute = torch.promote_types(x.dtype, torch.float32)
@@ -38,7 +38,7 @@ def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | No
     require_floats("rms_norm", x=x, weight=weight_D, branch=branch)
     require_shape("rms_norm", "weight", weight_D, x.shape[-1])
     require_shape("rms_norm", "branch", branch, *x.shape)
-    if triton := backends.triton_of("norm", x, weight_D, branch):
+    if triton := backends.triton_of("rms_norm", x, weight_D, branch):
         both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps, branch)
         return both
     stream = x if branch is None else x + branch

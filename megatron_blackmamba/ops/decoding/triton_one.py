@@ -9,7 +9,7 @@ columns.
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.triton_decode_shared import (
+from megatron_blackmamba.ops.decoding.triton_shared import (
     activation,
     convolve,
     let_next_start,
