@@ -224,17 +224,19 @@ def convolution_launches(arch: int, reset: bool = False) -> None:
 
 def sinkhorn_launches(arch: int, reset: bool = False) -> None:
     """The default: the start, an iteration, and the choice with its counts."""
+    from megatron_blackmamba.ops.sinkhorn import Inputs
     from megatron_blackmamba.ops.sinkhorn.triton import choice
 
     counts = torch.empty(EXPERTS, device="meta", dtype=torch.int64)
-    choice(fp32(BATCH * LENGTH, EXPERTS).detach(), 1, 2.0, "balanced", None, counts)
+    choice(Inputs(fp32(BATCH * LENGTH, EXPERTS).detach()), counts)
 
 
 def large_sinkhorn_launches(arch: int, reset: bool = False) -> None:
     """More logits than one program takes, and as many experts as can be."""
+    from megatron_blackmamba.ops.sinkhorn import Inputs
     from megatron_blackmamba.ops.sinkhorn.triton import ONE_PROGRAM, choice
 
-    choice(fp32(2 * ONE_PROGRAM // 256, 256).detach(), 1, 2.0, "balanced", None)
+    choice(Inputs(fp32(2 * ONE_PROGRAM // 256, 256).detach()))
 
 
 def order_launches(arch: int, reset: bool = False) -> None:

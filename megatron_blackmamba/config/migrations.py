@@ -135,7 +135,9 @@ def _rename_values(content: Content) -> list[tuple[str, str]]:
     for name, values in RENAMED_VALUES.items():
         section, _, key = name.rpartition(".")
         keys = content.get(section)
-        old = keys.get(key) if isinstance(keys, dict) else None
+        if not isinstance(keys, dict):
+            continue
+        old = keys.get(key)
         if isinstance(old, str) and old in values:
             keys[key] = values[old]
             changes.append((f"{name}={old}", f"{name}={values[old]}"))

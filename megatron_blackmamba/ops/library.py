@@ -36,13 +36,6 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(x: Tensor) -> str | None:
-    """Return why the C++ kernels cannot take this tensor, or None; they compute in fp32 on CPUs and also read bf16."""
-    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16):
-        return f"{x.dtype} on {x.device.type}"
-    return unavailable()
-
-
 def _built_from() -> str | None:
     """Return the source digest stored in the library, if it is recent enough to have one."""
     try:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_blackmamba.ops import nvrtc
+from megatron_blackmamba.ops import backends, nvrtc
 from megatron_blackmamba.ops.selective_scan import Inputs, cuda, cuda_launch, reference
 from tests.ops.emulated import Emulator, why_not
 from tests.ops.test_triton_selective_scan import EVERYTHING, Neighbours, problem, results
@@ -162,7 +162,7 @@ def diverging_results(inputs):
     ("changes", "reason"),
     [
         ({}, "not on a CUDA device"),
-        ({"u": torch.float32}, "takes bfloat16, u is torch.float32"),
+        ({"u": torch.float32}, "takes bfloat16; the input is float32"),
         ({"C": torch.float32}, "takes bfloat16, C is torch.float32"),
     ],
 )
@@ -170,7 +170,7 @@ def test_calls_it_cannot_take_are_left_to_triton(changes, reason):
     inputs = problem(1, 8, 128, 16, dtype=torch.bfloat16)
     inputs |= {name: inputs[name].to(dtype) for name, dtype in changes.items()}
     given = Inputs(*inputs.values())
-    assert reason in cuda.unsupported(given if not changes else OnGpu(given))
+    assert reason in backends.unsupported(cuda, given if not changes else OnGpu(given))
 
 
 class OnGpu:
@@ -179,9 +179,12 @@ class OnGpu:
     def __init__(self, inputs):
         self.__dict__ = inputs._asdict() | {"u_BLI": Claimed(inputs.u_BLI)}
 
+    def __iter__(self):
+        return iter(self.__dict__.values())
+
 
 class Claimed:
-    is_cuda = True
+    device = torch.device("cuda")
 
     def __init__(self, x):
         self.dtype, self.shape, self.numel = x.dtype, x.shape, x.numel

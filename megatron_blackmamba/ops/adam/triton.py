@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_blackmamba.ops.adam import rounding
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+from megatron_blackmamba.ops.backends import Takes
 
-__all__ = ["Settings", "Table", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", (torch.float32,))
 CHUNK = 16384
 BLOCK = 1024
 ALIGNMENT = 16
@@ -23,12 +22,6 @@ ALIGNMENT = 16
 WEIGHT_FACTOR, FACTOR_1, FACTOR_2 = (
     tl.constexpr(factor) for factor in (rounding.WEIGHT_FACTOR, rounding.FACTOR_1, rounding.FACTOR_2)
 )
-
-
-def unsupported(weight: Tensor) -> str | None:
-    if not weight.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    return None if weight.dtype == torch.float32 else f"updates float32 weights, not {weight.dtype}"
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.backends import FP32_OR_BF16, Takes
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 
-unavailable = library.unavailable
+TAKES = Takes("cpu", FP32_OR_BF16)
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    x_BLI, taps = inputs.x_BLI, inputs.weight_IK.shape[1]
-    if x_BLI.device.type != "cpu":
-        return f"the tensors are on {x_BLI.device}"
-    if x_BLI.dtype not in (torch.float32, torch.bfloat16):
-        return f"{x_BLI.dtype} activations: it computes in fp32"
+    taps = inputs.weight_IK.shape[1]
     return None if taps in (2, 3, 4) else f"{taps} taps: 2, 3 and 4 are supported"
 
 

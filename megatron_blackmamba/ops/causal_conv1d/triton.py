@@ -12,26 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.causal_conv1d import reference
 from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
-from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
+from megatron_blackmamba.ops.triton_support import too_long
 
-__all__ = ["TAKES_ROWS", "convolve", "convolve_rows", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 TAKES_ROWS = True
 BLOCK, WARPS, STEPS, TILE = 128, 1, 4, 128
 
 
 def unsupported(inputs: Inputs) -> str | None:
     x_BLI, taps = inputs.x_BLI, inputs.weight_IK.shape[1]
-    if not x_BLI.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if x_BLI.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"computes in float32, the input is {x_BLI.dtype}"
     if not 2 <= taps <= STEPS + 1:
         return f"2 to {STEPS + 1} taps, not {taps}"
     if x_BLI.numel() == 0:

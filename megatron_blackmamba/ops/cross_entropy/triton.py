@@ -12,22 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.triton_math import LOG2E
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
-__all__ = ["losses_of", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 BLOCK_V, LOADS, WARPS = 4096, 4, 16
 """Logits that a program loads at once, and how often before it computes. 56 registers a thread leave two programs to a
 multiprocessor: one loads while the other computes. 264 rows of 100 KB on an H200 fit into its L2 cache of 50 MB."""
 LOAD_BYTES = 16
 LOWEST = tl.constexpr(-1e38)
-
-
-def unsupported(logits_TV: Tensor) -> str | None:
-    if not logits_TV.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    return "computes in float32, the input is float64" if logits_TV.dtype == torch.float64 else None
 
 
 def losses_of(

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
+from megatron_blackmamba.ops.backends import FP32_OR_BF16, Takes, interpreted
 from megatron_blackmamba.ops.decoding import triton_one as one
 from megatron_blackmamba.ops.decoding import triton_rows as rows
 from megatron_blackmamba.ops.decoding.triton_shared import choose_largest, embed, find_largest, mamba_scan
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
-__all__ = ["ExpertsStep", "MambaStep", "embedded", "likeliest", "product", "unavailable", "unsupported"]
-
+TAKES = Takes(None, FP32_OR_BF16)
 MOST_ROWS = 256
 """Sequences that one launch takes; more go in parts."""
 OVERLAP = True
@@ -71,11 +70,9 @@ def tilings(B: int) -> dict[str, Tiling]:
 
 
 def unsupported(weight: Tensor) -> str | None:
-    if not weight.is_cuda and not interpreted() and weight.device.type != "meta":
+    if not weight.is_cuda and not interpreted() and weight.device.type != "meta":  # where launches are counted
         return "the tensors are not on a CUDA device"
-    if not weight.is_contiguous():
-        return "the weight is not contiguous"
-    return None if weight.dtype in (torch.float32, torch.bfloat16) else f"computes in float32, not {weight.dtype}"
+    return None if weight.is_contiguous() else "the weight is not contiguous"
 
 
 class Launch:
@@ -213,6 +210,13 @@ class ExpertsStep(Step):
         )  # fmt: skip
 
 
+mamba_step, experts_step = MambaStep, ExpertsStep
+
+
+def mlp_step(*, norm_D: Tensor, fc1_GD: Tensor, fc2_DF: Tensor, activation: str, eps: float) -> ExpertsStep:
+    return ExpertsStep(norm_D=norm_D, fc1_EGD=fc1_GD[None], fc2_EDF=fc2_DF[None], activation=activation, eps=eps)
+
+
 def embedded(tokens: Tensor, embedding_VD: Tensor, multiplier: float) -> Tensor:
     """Return the residual stream before the first layer, fp32."""
     D, tokens = embedding_VD.shape[1], tokens.contiguous()
@@ -225,8 +229,10 @@ def embedded(tokens: Tensor, embedding_VD: Tensor, multiplier: float) -> Tensor:
     return stream
 
 
-def product(x_BC: Tensor, weight_OC: Tensor) -> Tensor:
-    """Return x @ weight.T, fp32, of at most MOST_ROWS vectors."""
+def product(x_BC: Tensor, weight_OC: Tensor) -> Tensor | None:
+    """Return x @ weight.T, fp32, of up to MOST_ROWS vectors; None for others."""
+    if x_BC.dim() != 2 or not 0 < len(x_BC) <= MOST_ROWS:
+        return None
     y_BO = x_BC.new_empty(len(x_BC), len(weight_OC), dtype=torch.float32)
     with torch.cuda.device_of(x_BC):
         launch = Launch(x_BC, overlap=len(x_BC) == 1)

@@ -7,20 +7,14 @@ expert computes fc2(activation(fc1(x))), and G = F.
 Shapes: T tokens, D model, E experts, F expert hidden, G = 2F gate and up, O out.
 """
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
-from megatron_blackmamba.ops.fp8 import fp8_grouped_linear
 from megatron_blackmamba.ops.gated import ACTIVATIONS, activated, gated, is_fused
-from megatron_blackmamba.ops.matvec import bf16_products, product
 
-BACKENDS = ("grouped_mm", "loop")  # best first, each where it applies
-ROW_ALIGNMENT = 16  # bytes, which grouped_mm asks of every row
+BACKENDS = ("grouped_mm", "loop", "fp8")  # best first, each where it applies; fp8 is never chosen by itself
 
 
 def grouped_experts(
@@ -47,8 +41,8 @@ def grouped_experts(
         weights_T: Factor of each token's output, such as the router's probability; 1 by default.
         activation: "silu", "gelu" or "relu2".
         gate: Whether fc1 has a gate. Without one, an expert computes `fc2 @ activation(fc1 @ x)`, and G = F.
-        backend: "auto", a key of `megatron_blackmamba.ops.experts.available_backends()`, or "fp8": products of bf16
-            tensors rounded to FP8 (`megatron_blackmamba.ops.fp8`).
+        backend: "auto" or a key of `megatron_blackmamba.ops.experts.available_backends()`. "fp8" rounds bf16 tensors
+            to FP8 (`megatron_blackmamba.ops.fp8`) and is never chosen by itself.
     """
     require_floats("grouped_experts", x=x_TD, fc1=fc1_EGD, fc2=fc2_EDF, weights=weights_T)
     require_dimensions("grouped_experts", "x", x_TD, 2)
@@ -98,61 +92,13 @@ def grouped_linear(
         counts = tokens_per_expert_E.tolist()
         if sum(counts) != tokens or min(counts, default=0) < 0:
             raise ValueError(f"grouped_linear: tokens_per_expert {counts} are not counts that add up to {tokens}")
-    if backend == "fp8" and tokens:
-        return fp8_grouped_linear(x_TD, _ends(tokens_per_expert_E, x_TD, ends_E), weight_EOD)
-    why_not = _why_not_grouped_mm(x_TD, weight_EOD)
-    if backend == "loop" or (backend == "auto" and why_not) or tokens == 0:  # whose backward grouped_mm lacks
-        parts = x_TD.split(tokens_per_expert_E.tolist())
-        times = F.linear if torch.is_grad_enabled() or x_TD.is_cuda else product
-        return torch.cat([times(part, weight) for part, weight in zip(parts, weight_EOD.unbind(), strict=True)])
-    if backend not in ("auto", "grouped_mm"):
-        raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, fp8; not {backend!r}")
-    if why_not:
-        raise ValueError(f"grouped_mm cannot run here: {why_not}")
-    ends_E = _ends(tokens_per_expert_E, x_TD, ends_E)
-    y_TO = F.grouped_mm(x_TD.contiguous(), weight_EOD.contiguous().mT, offs=ends_E)
-    if y_TO.requires_grad:
-        y_TO.register_hook(torch.Tensor.contiguous)  # its backward refuses an expanded gradient
+    if not tokens:
+        backend = "loop"
+    chosen = backends.choose(__name__, BACKENDS, backend, x_TD, weight_EOD)
+    y_TO: Tensor = chosen.grouped_linear(x_TD, tokens_per_expert_E, weight_EOD, ends_E)
     return y_TO
-
-
-def _ends(tokens_per_expert_E: Tensor, x_TD: Tensor, known_E: Tensor | None) -> Tensor:
-    return tokens_per_expert_E.to(x_TD.device).cumsum(0, dtype=torch.int32) if known_E is None else known_E
 
 
 def available_backends() -> dict[str, str | None]:
     """Name -> None where this machine can use it, else the reason why not."""
-    return {"grouped_mm": _why_no_grouped_mm(), "loop": None}
-
-
-def _why_not_grouped_mm(x_TD: Tensor, weight_EOD: Tensor) -> str | None:
-    if reason := available_backends()["grouped_mm"]:
-        return reason
-    if x_TD.dtype not in (torch.bfloat16, torch.float32) or (x_TD.is_cuda and x_TD.dtype != torch.bfloat16):
-        return f"{x_TD.dtype} on {x_TD.device.type}"
-    if x_TD.is_cpu and x_TD.dtype == torch.bfloat16 and not torch.is_grad_enabled() and not bf16_products():
-        return "this processor has no bf16 products, and without gradients `product` is faster"
-    for size in weight_EOD.shape[1:]:
-        if size * x_TD.element_size() % ROW_ALIGNMENT:
-            return f"rows of {size} {x_TD.dtype} are not a multiple of {ROW_ALIGNMENT} bytes"
-    return None
-
-
-def _why_no_grouped_mm() -> str | None:
-    """Return why it is not used here. Before it was public, it failed on the GPU for an expert without tokens."""
-    if not hasattr(F, "grouped_mm"):
-        return f"torch {torch.__version__} lacks grouped_mm (torch.nn.functional, from 2.10 on)"
-    return backends.trial(_smallest)
-
-
-def _smallest(device: str) -> None:
-    """Multiply by three experts, of which one has no tokens: its gradient is zero, whatever its memory held before."""
-    x_TD = torch.ones(3, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
-    weight_EDO = torch.ones(3, 16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
-    ends_E = torch.tensor([1, 1, 3], dtype=torch.int32, device=device)
-    y_TO = F.grouped_mm(x_TD, weight_EDO, offs=ends_E)
-    torch.full_like(weight_EDO, float("nan"))  # freed at once, for the gradient to find
-    gradients = torch.autograd.grad(y_TO, (x_TD, weight_EDO), torch.ones_like(y_TO))
-    expected: tuple[Any, ...] = (16, 16, torch.tensor([1, 0, 2], device=device).view(3, 1, 1))
-    if not all(bool(torch.eq(found, wanted).all()) for found, wanted in zip((y_TO, *gradients), expected, strict=True)):
-        raise ArithmeticError("its products with an expert without tokens are wrong")
+    return backends.available(__name__, BACKENDS)

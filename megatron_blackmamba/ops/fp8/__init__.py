@@ -17,13 +17,15 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_shape
 from megatron_blackmamba.ops.gradients import first_order
 
-NARROW = torch.float8_e4m3fn
-LARGEST = torch.finfo(NARROW).max
-LEAST = 2.0**-100
-"""The least value that a scale represents, so that a row of zeros has a scale."""
+BACKENDS = ("triton", "reference")  # of rounding; best first, each where it applies
 MULTIPLE = 16
 """FP8 products take matrices whose sides are multiples of this."""
 HOPPER = (9, 0)
+
+
+def available_backends() -> dict[str, str | None]:
+    """Name -> None where this machine can use it to round, else the reason why not."""
+    return backends.available(__name__, BACKENDS)
 
 
 def why_not() -> str | None:
@@ -92,12 +94,8 @@ def fp8_grouped_linear(x_TD: Tensor, ends_E: Tensor, weight_EOD: Tensor) -> Tens
 
 def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round `[..., R, C]` to FP8: return numbers, contiguous, and scales `[..., R]` in fp32, whose product is x."""
-    if triton := backends.triton_of("fp8", x):
-        rounded: tuple[Tensor, Tensor] = triton.by_rows(x)
-        return rounded
-    x = x.float()
-    scale = x.abs().amax(dim=-1).clamp(min=LEAST) / LARGEST
-    return (x / scale[..., None]).to(NARROW).contiguous(), scale
+    rounded: tuple[Tensor, Tensor] = backends.choose(__name__, BACKENDS, "auto", x).by_rows(x)
+    return rounded
 
 
 class _Linear(torch.autograd.Function):

@@ -11,17 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+from megatron_blackmamba.ops.backends import Takes
+from megatron_blackmamba.ops.fp8 import reference
 
-__all__ = ["by_rows", "unavailable", "unsupported"]
-
-LARGEST, LEAST = tl.constexpr(448.0), tl.constexpr(2.0**-100)
+TAKES = Takes("cuda")
+LARGEST, LEAST = tl.constexpr(reference.LARGEST), tl.constexpr(reference.LEAST)
 TILES = {True: (4, 512), False: (64, 32)}
 """Rows and columns that a program reads at once, by whether columns are adjacent in memory."""
-
-
-def unsupported(x: Tensor) -> str | None:
-    return None if x.is_cuda or interpreted() else "the tensors are not on a CUDA device"
 
 
 def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:

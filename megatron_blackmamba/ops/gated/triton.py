@@ -11,24 +11,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.triton_math import sigmoid
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
-__all__ = ["gated", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 BLOCK_F = 1024
 INVERSE_ROOT_2, DENSITY = tl.constexpr(0.7071067811865476), tl.constexpr(0.3989422804014327)
 
 
-def unsupported(gate_up_TG: Tensor) -> str | None:
-    if not gate_up_TG.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    return "computes in float32, the input is float64" if gate_up_TG.dtype == torch.float64 else None
-
-
-def gated(gate_up_TG: Tensor, weights_T: Tensor | None, gelu: bool) -> Tensor:
-    return _Gated.apply(gate_up_TG, weights_T, gelu)
+def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None) -> Tensor:
+    return _Gated.apply(gate_up_TG, weights_T, activation == "gelu")
 
 
 class _Gated(torch.autograd.Function):

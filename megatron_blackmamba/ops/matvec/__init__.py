@@ -3,7 +3,6 @@
 Shapes: B vectors, I in, O out.
 """
 
-import ctypes
 import os
 from functools import cache
 from pathlib import Path
@@ -12,25 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
+from megatron_blackmamba.ops.matvec.cpp import MAX_VECTORS
 
-MAX_VECTORS = 64  # at once, as in csrc/dots.h
-BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread
+__all__ = ["MAX_VECTORS", "available_backends", "bf16_products", "matvec", "product", "why_not_cpp"]
 
-
-class Matrix(ctypes.Structure):
-    """struct Matrix of csrc/dots.h. Whoever makes one keeps its tensor alive."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "is_bf16")),
-    )
+BACKENDS = ("cpp", "reference")  # best first, each where it applies
 
 
-def matrix(weight_OI: Tensor) -> Matrix:
-    is_bf16 = weight_OI.dtype == torch.bfloat16
-    return Matrix(weight_OI.data_ptr(), *weight_OI.shape, weight_OI.stride(0), is_bf16)
+def available_backends() -> dict[str, str | None]:
+    """Name -> None where this machine can use it, else the reason why not."""
+    return backends.available(__name__, BACKENDS)
 
 
 @torch.no_grad()
@@ -45,16 +37,8 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
     require_floats("matvec", weight=weight_OI, x=x_BI)
     require_dimensions("matvec", "weight", weight_OI, 2)
     require_shape("matvec", "x", x_BI, *x_BI.shape[:-1], weight_OI.shape[1])
-    if why_not_cpp(weight_OI, x_BI):
-        return F.linear(x_BI.to(weight_OI.dtype), weight_OI).to(x_BI.dtype)
-    x = x_BI.float().contiguous()
-    y_BO = x.new_empty(x.shape[0], weight_OI.shape[0])
-    most = torch.get_num_threads() if threads is None else threads
-    arguments = _Arguments(weight=matrix(weight_OI), B=x.shape[0])
-    arguments.set(threads=min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD))
-    arguments.set(x=x, y=y_BO)
-    library.call("matvec", arguments, library.isa())
-    return y_BO.to(x_BI.dtype)
+    y_BO: Tensor = backends.choose(__name__, BACKENDS, "auto", weight_OI, x_BI).matvec(weight_OI, x_BI, threads)
+    return y_BO
 
 
 FEW, SEVERAL = 32, 256
@@ -93,21 +77,5 @@ def bf16_products() -> bool:
 
 
 def why_not_cpp(weight_OI: Tensor, x_BI: Tensor) -> str | None:
-    if reason := library.unavailable():
-        return reason
-    if weight_OI.device.type != "cpu" or weight_OI.dtype not in (torch.float32, torch.bfloat16):
-        return f"{weight_OI.dtype} on {weight_OI.device.type}"
-    if weight_OI.stride(1) != 1 or x_BI.dim() != 2 or not x_BI.shape[0]:
-        return f"weight strides {weight_OI.stride()}, vectors {tuple(x_BI.shape)}"
-    return None
-
-
-class _Arguments(library.Arguments):
-    """struct Matvec of csrc/matvec.h."""
-
-    _fields_ = (
-        ("weight", Matrix),
-        *((name, ctypes.c_int64) for name in ("B", "threads")),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-    )
+    """Return why the C++ kernel does not take the call, or None."""
+    return backends.refusal(__name__, "cpp", weight_OI, x_BI)

@@ -11,25 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
+from megatron_blackmamba.ops.backends import Takes
 
-__all__ = ["order_of", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda")
 PROGRAMS = 128
 TILE = 4096  # numbers that a program has at once
 MOST_EXPERTS = 256
 
 
 def unsupported(choice_P: Tensor, experts: int) -> str | None:
-    if not choice_P.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
     if not choice_P.numel():
         return "there are no pairs"
     return None if experts <= MOST_EXPERTS else f"up to {MOST_EXPERTS} experts, not {experts}"
 
 
 def order_of(choice_P: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pair at each place, the place of each pair, and the number of pairs of each expert."""
     P, block_E = len(choice_P), triton.next_power_of_2(experts)
     block_P = TILE // block_E
     blocks = triton.cdiv(P, block_P)

@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_blackmamba.ops.backends import multiprocessors
+from megatron_blackmamba.ops.backends import FP32_OR_BF16, Takes, multiprocessors
 from megatron_blackmamba.ops.gradients import first_order
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
-__all__ = ["norm_and_stream", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", (torch.float32,))
 CHANNELS_AT_ONCE = 10_240
 """Channels of the backward pass that a multiprocessor holds in registers: five programs of 2,048."""
 WARPS, WARPS_AT_ONCE = 4, 64
@@ -25,13 +23,15 @@ LARGEST_D = 8192
 
 
 def unsupported(x: Tensor, weight_D: Tensor, branch: Tensor | None = None) -> str | None:
-    if not x.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if x.dtype != torch.float32 or weight_D.dtype not in (torch.float32, torch.bfloat16):
-        return f"takes a float32 stream and float32 or bfloat16 weights, not {x.dtype} and {weight_D.dtype}"
-    if branch is not None and (branch.dtype not in (torch.float32, torch.bfloat16) or branch.shape != x.shape):
+    if weight_D.dtype not in FP32_OR_BF16:
+        return f"takes float32 or bfloat16 weights, not {weight_D.dtype}"
+    if branch is not None and (branch.dtype not in FP32_OR_BF16 or branch.shape != x.shape):
         return f"takes a float32 or bfloat16 branch like the stream, not {branch.dtype} {tuple(branch.shape)}"
     return None if x.shape[-1] <= LARGEST_D else f"up to {LARGEST_D} channels, not {x.shape[-1]}"
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return norm_and_stream(x, weight_D, eps)[0]
 
 
 def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:

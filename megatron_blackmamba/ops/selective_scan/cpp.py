@@ -10,21 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.backends import FP32_OR_BF16, Takes
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
 CHUNK, SLICE, GROUP_CHANNELS, MAX_STATES = 16, 4, 128, 64  # as in csrc/rows.h, scan_chunk.h and selective_scan.cpp
 
-unavailable = library.unavailable
+TAKES = Takes("cpu", FP32_OR_BF16)
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    u_BLI, states = inputs.u_BLI, inputs.A_IN.shape[1]
-    if u_BLI.device.type != "cpu":
-        return f"the tensors are on {u_BLI.device}"
-    if u_BLI.dtype not in (torch.float32, torch.bfloat16):
-        return f"{u_BLI.dtype} activations: it computes in fp32"
+    states = inputs.A_IN.shape[1]
     return f"{states} states, at most {MAX_STATES} are supported" if states > MAX_STATES else None
 
 

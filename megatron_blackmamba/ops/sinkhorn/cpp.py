@@ -12,59 +12,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
+from megatron_blackmamba.ops.sinkhorn.inputs import Inputs
 
-unavailable = library.unavailable
-
+TAKES = Takes("cpu", UP_TO_FP32)
 LOG2_E = 1.4426950408889634
 MAX_EXPERTS = 1024  # as in csrc/sinkhorn.cpp
 
 
-def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | None:
-    if logits_TE.device.type != "cpu":
-        return f"the tensors are on {logits_TE.device}"
-    if logits_TE.dtype == torch.float64:
-        return "computes in float32, the input is float64"
-    return None if logits_TE.shape[1] <= MAX_EXPERTS else f"up to {MAX_EXPERTS} experts, not {logits_TE.shape[1]}"
+def unsupported(inputs: Inputs) -> str | None:
+    experts = inputs.logits_TE.shape[1]
+    return None if experts <= MAX_EXPERTS else f"up to {MAX_EXPERTS} experts, not {experts}"
 
 
-def choice(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    tokens_E: Tensor | None = None,
-    bias_E: Tensor | None = None,
-    bound: float = 0.0,
-) -> Tensor:
-    choice_T, offset_E = _run(logits_TE, iterations, temperature, start, group, tokens_E, bound)
+def choice(inputs: Inputs, tokens_E: Tensor | None = None, bias_E: Tensor | None = None) -> Tensor:
+    choice_T, offset_E = _run(inputs, tokens_E)
     if bias_E is not None:
-        bias_E += offset_E / (temperature * LOG2_E)
+        bias_E += offset_E / (inputs.temperature * LOG2_E)
     return choice_T
 
 
-def bias(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    bound: float = 0.0,
-) -> Tensor:
+def bias(inputs: Inputs) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
-    return _run(logits_TE, iterations, temperature, start, group, None, bound)[1] / (temperature * LOG2_E)
+    return _run(inputs, None)[1] / (inputs.temperature * LOG2_E)
 
 
-def _run(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    tokens_E: Tensor | None,
-    bound: float,
-) -> tuple[Tensor, Tensor]:
+def _run(inputs: Inputs, tokens_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the choice of each token, and the offsets of the experts, of base 2."""
+    logits_TE, iterations, temperature, start, group, bound = inputs
     T, E = logits_TE.shape
     choice_T = torch.empty(T, dtype=torch.int64)
     logits = logits_TE.float().contiguous()
