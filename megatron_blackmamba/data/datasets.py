@@ -1,7 +1,7 @@
 """The windows of one source each, computed when they are read: no index of documents to build, cache or load.
 
-As in megatron-core's GPTDataset, a sample is a window of sequence_length inputs and their labels; each label is the next token.
-Consecutive windows share one token: the last label of one is the first input of the next.
+As in megatron-core's GPTDataset, a sample is a window of sequence_length inputs and their labels; each label is the
+next token. Consecutive windows share one token: the last label of one is the first input of the next.
 """
 
 from collections.abc import Mapping, Sequence
