@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.engine.parts.layers import leave_whole
 from megatron_blackmamba.kinds.mamba import NORMS
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
@@ -119,7 +119,7 @@ class MambaMixer(MegatronModule):
         self.parts = [self.dt_rank, model.state_size, model.state_size]
         self.x_proj = row(submodules.x_proj, inner, sum(self.parts), config, self.tp_group, writes_to_residual=False)
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
-        replace(self.x_proj, "sequence_parallel", False)
+        leave_whole(self.x_proj)
         self.norms = dict(zip(NORMS, self.parts, strict=True)) if model.mamba_norms else {}
         for name, size in self.norms.items():
             norm = RMSNorm(config, size, config.layernorm_epsilon)

@@ -5,14 +5,17 @@ a changed learning rate acts from the next step on. A changed global batch leave
 and so does a ramp.
 """
 
+from typing import TYPE_CHECKING
+
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.training.step.optimizer import DECAY_FACTOR, RATE_FACTOR
 
-from megatron.core.optimizer import MegatronOptimizer
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
 
 
 class Schedule:
-    def __init__(self, config: RunConfig, optimizer: MegatronOptimizer) -> None:
+    def __init__(self, config: RunConfig, optimizer: "MegatronOptimizer") -> None:
         self.config = config
         self._optimizer = optimizer
 
