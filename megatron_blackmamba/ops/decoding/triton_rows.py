@@ -146,20 +146,23 @@ def route(
 
 
 @triton.jit
-def of_expert(expert_B, expert, b, B, ROUTED: tl.constexpr):
-    """Return which sequences chose an expert, the place of each among them, and their number."""
+def of_expert(expert_B, expert, B, B2: tl.constexpr, ROUTED: tl.constexpr, OVERLAP: tl.constexpr):
+    """Return all sequences, which of them chose an expert, the place of each among those, and their number."""
+    wait_for_previous(OVERLAP)
+    b = tl.arange(0, B2)
     mine = b < B
     if ROUTED:
         mine = mine & (tl.load(expert_B + b, mask=b < B, other=-1) == expert)
     counted = mine.to(tl.int32)
-    return mine, tl.cumsum(counted, 0) - counted, tl.sum(counted, 0)
+    return b, mine, tl.cumsum(counted, 0) - counted, tl.sum(counted, 0)
 
 
 @triton.jit
-def sequences_at(places, mine, place_B, b):
-    """Return the sequences with some places among those of an expert."""
+def sequences_at(first, b, mine, place_B, count, TOKENS: tl.constexpr):
+    """Return the sequences from a place on among those of an expert, and which of them there are."""
+    places = first + tl.arange(0, TOKENS)
     hit = (place_B[None, :] == places[:, None]) & mine[None, :]
-    return tl.sum(tl.where(hit, b[None, :], 0), 1)
+    return tl.sum(tl.where(hit, b[None, :], 0), 1), places < count
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -173,12 +176,9 @@ def gated_in_rows(
     f = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1)
     fc1 = fc1_EGD + expert.to(tl.int64) * (2 * F * D)
-    wait_for_previous(OVERLAP)
-    all_b = tl.arange(0, B2)
-    mine, place_B, count = of_expert(expert_B, expert, all_b, B, ROUTED)
+    all_B, mine, place_B, count = of_expert(expert_B, expert, B, B2, ROUTED, OVERLAP)
     for tile in range(0, count, TOKENS):
-        places = tile + tl.arange(0, TOKENS)
-        b, valid = sequences_at(places, mine, place_B, all_b), places < count
+        b, valid = sequences_at(tile, all_B, mine, place_B, count, TOKENS)
         gate, up = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
         for first in range(0, D, BLOCK):
             d = first + tl.arange(0, BLOCK)
@@ -200,12 +200,9 @@ def add_expert_rows(
     d = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(1)
     fc2 = fc2_EDF + expert.to(tl.int64) * (D * F)
-    wait_for_previous(OVERLAP)
-    all_b = tl.arange(0, B2)
-    mine, place_B, count = of_expert(expert_B, expert, all_b, B, ROUTED)
+    all_B, mine, place_B, count = of_expert(expert_B, expert, B, B2, ROUTED, OVERLAP)
     for tile in range(0, count, TOKENS):
-        places = tile + tl.arange(0, TOKENS)
-        b, valid = sequences_at(places, mine, place_B, all_b), places < count
+        b, valid = sequences_at(tile, all_B, mine, place_B, count, TOKENS)
         y = product(hidden_BF, b, valid, fc2, d, d < D, F, TOKENS, ROWS, BLOCK)
         if ROUTED:
             y *= tl.load(factor_B + b, mask=valid, other=0.0)[:, None]
