@@ -110,9 +110,7 @@ def _launch(
     grid: tuple[int, int, int],
     **arguments: Any,
 ) -> None:
-    known, name = (
-        nvrtc.constants(SOURCE, tuple(defines.items())),
-        kernel.removeprefix("scan_").partition("_")[0].upper(),
-    )
+    known = nvrtc.constants(SOURCE, tuple(defines.items()))
+    name = kernel.removeprefix("scan_").partition("_")[0].upper()
     threads, shared_bytes = known[f"{name}_THREADS"], known.get(f"{name}_BYTES", 0)
     nvrtc.launch(SOURCE, kernel, structure, defines, grid, threads, shared_bytes, arguments)
