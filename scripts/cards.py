@@ -3,8 +3,8 @@
     python -m scripts.cards check      refuse a card that is incomplete, old, or says what its page does not say
     python -m scripts.cards write      write the table into README
 
-A card is `verified` by a run of its command, `calculated` by it, or `unverified`. The first two name machine, date and commit,
-and end after VALID_DAYS: then the command runs again, or the card says `unverified`.
+A card is `verified` by a run of its command, `calculated` by it, or `unverified`. The first two name machine, date and
+commit, and end after VALID_DAYS: then the command runs again, or the card says `unverified`.
 """
 
 import argparse
