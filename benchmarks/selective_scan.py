@@ -160,7 +160,7 @@ def limit_ms(options: Any, title: str) -> float | None:
 
 def exponentials_per_second() -> float:
     probe = library.Probe(exponentials=1 << 24)
-    seconds = [_common.timed(lambda: library.call("probe", probe, library.isa())) for _ in range(9)]
+    seconds = [_common.timed(lambda: library.call("probe", probe)) for _ in range(9)]
     return probe.exponentials / _common.median(seconds)
 
 

@@ -96,6 +96,6 @@ class _Convolution(torch.autograd.Function):
 def _arguments(x, weight_KP, bias_P, initial_window, reset, silu, **others):
     (batch, length, inner), K = x.shape, weight_KP.shape[0]
     arguments = _Arguments(B=batch, L=length, I=inner, K=K)
-    arguments.set(is_bf16=x.dtype == torch.bfloat16, silu=silu, threads=torch.get_num_threads())
+    arguments.set(is_bf16=x.dtype == torch.bfloat16, silu=silu)
     arguments.set(x=x, weight=weight_KP, bias=bias_P, initial_window=initial_window, reset=reset, **others)
     return arguments

@@ -27,7 +27,7 @@ class _CrossEntropy(torch.autograd.Function):
         if low < 0 or high >= logits.shape[1]:
             raise IndexError(f"labels from {low} to {high}, where the vocabulary has {logits.shape[1]} entries")
         loss, log_sum = logits.new_empty((2, len(labels)), dtype=torch.float32)
-        library.call("cross_entropy_forward", _arguments(logits, labels, log_sum, loss=loss), library.isa())
+        library.call("cross_entropy_forward", _arguments(logits, labels, log_sum, loss=loss))
         ctx.save_for_backward(logits, labels, log_sum)
         ctx.overwritten, ctx.z_loss = False, z_loss
         ctx.mark_non_differentiable(log_sum)
@@ -44,7 +44,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_sum = 2 * ctx.z_loss * log_sum * grad_loss if ctx.z_loss else None
         gradients = {"grad_loss": (grad_loss if of_sum is None else grad_loss + of_sum).contiguous()}
         arguments = _arguments(logits, labels, log_sum, **gradients, grad_logits=logits)
-        library.call("cross_entropy_backward", arguments, library.isa())
+        library.call("cross_entropy_backward", arguments)
         if of_sum is not None:  # the kernel has subtracted it from the label's share
             logits.scatter_add_(1, labels[:, None], of_sum.to(logits.dtype)[:, None])
         return logits, None, None
@@ -52,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _arguments(logits, labels, log_sum, **others):
     arguments = _Arguments(T=logits.shape[0], V=logits.shape[1], is_bf16=logits.dtype == torch.bfloat16)
-    arguments.set(threads=torch.get_num_threads(), logits=logits, labels=labels, log_sum=log_sum, **others)
+    arguments.set(logits=logits, labels=labels, log_sum=log_sum, **others)
     return arguments
 
 

@@ -37,7 +37,7 @@ class BlockStep:
             arguments.set(**{name: tensor})
         arguments.set(B=B, threads=torch.get_num_threads() if threads is None else threads)
         arguments.set(workspace=moving_B[0].new_empty(B * self.workspace))
-        library.call(arguments.function, arguments, library.isa())
+        library.call(arguments.function, arguments)
 
 
 def mamba_step(

@@ -25,7 +25,7 @@ class _Gated(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         weights = None if weights is None else weights.float().contiguous()
         y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        library.call("gated_forward", _arguments(gate_up, weights, gelu, y=y), library.isa())
+        library.call("gated_forward", _arguments(gate_up, weights, gelu, y=y))
         ctx.save_for_backward(gate_up, weights)
         ctx.gelu = gelu
         return y
@@ -36,13 +36,13 @@ class _Gated(torch.autograd.Function):
         gate_up, weights = ctx.saved_tensors
         grad_gate_up, grad_weights = torch.empty_like(gate_up), None if weights is None else torch.empty_like(weights)
         gradients = {"grad_y": grad_y.contiguous(), "grad_gate_up": grad_gate_up, "grad_weights": grad_weights}
-        library.call("gated_backward", _arguments(gate_up, weights, ctx.gelu, **gradients), library.isa())
+        library.call("gated_backward", _arguments(gate_up, weights, ctx.gelu, **gradients))
         return grad_gate_up, grad_weights, None
 
 
 def _arguments(gate_up, weights, gelu, **others):
     arguments = _Arguments(T=gate_up.shape[0], F=gate_up.shape[1] // 2, gelu=gelu)
-    arguments.set(is_bf16=gate_up.dtype == torch.bfloat16, threads=torch.get_num_threads())
+    arguments.set(is_bf16=gate_up.dtype == torch.bfloat16)
     arguments.set(gate_up=gate_up, weights=weights, **others)
     return arguments
 

@@ -43,7 +43,7 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None) -> Tensor:
     arguments = _Arguments(weight=matrix(weight_OI), B=x.shape[0])
     arguments.set(threads=min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD))
     arguments.set(x=x, y=y_BO)
-    library.call("matvec", arguments, library.isa())
+    library.call("matvec", arguments)
     return y_BO.to(x_BI.dtype)
 
 

@@ -30,7 +30,7 @@ class _RmsNorm(torch.autograd.Function):
         x = x.contiguous()
         y = torch.empty_like(x, dtype=weight.dtype)
         scale_T = x.new_empty(x.shape[:-1])
-        library.call("rms_norm_forward", _arguments(x, weight, scale_T, eps, y=y), library.isa())
+        library.call("rms_norm_forward", _arguments(x, weight, scale_T, eps, y=y))
         ctx.save_for_backward(x, weight, scale_T)
         ctx.eps = eps
         return y
@@ -42,13 +42,13 @@ class _RmsNorm(torch.autograd.Function):
         grad_x = torch.empty_like(x)
         grad_weight_UD = x.new_empty(-(-scale_T.numel() // ROWS_OF_A_UNIT), x.shape[-1])
         gradients = {"grad_y": grad_y.contiguous(), "grad_x": grad_x, "grad_weight": grad_weight_UD}
-        library.call("rms_norm_backward", _arguments(x, weight, scale_T, ctx.eps, **gradients), library.isa())
+        library.call("rms_norm_backward", _arguments(x, weight, scale_T, ctx.eps, **gradients))
         return grad_x, grad_weight_UD.sum(0).to(weight.dtype), None
 
 
 def _arguments(x, weight, scale_T, eps, **others):
     arguments = _Arguments(T=scale_T.numel(), D=x.shape[-1], is_bf16=weight.dtype == torch.bfloat16, eps=eps)
-    arguments.set(threads=torch.get_num_threads(), x=x, weight=weight.float(), scale=scale_T, **others)
+    arguments.set(x=x, weight=weight.float(), scale=scale_T, **others)
     return arguments
 
 

@@ -131,7 +131,7 @@ class _Scan(torch.autograd.Function):
 def _arguments(u, delta, A, B, C, D, z, delta_bias, initial_state, reset, checkpoints, softplus, **others):
     (batch, length, inner), N = u.shape, A.shape[1]
     arguments = _Arguments(B=batch, L=length, I=inner, N=N)
-    arguments.set(is_bf16=u.dtype == torch.bfloat16, softplus=softplus, threads=torch.get_num_threads())
+    arguments.set(is_bf16=u.dtype == torch.bfloat16, softplus=softplus)
     arguments.set(u=u, delta=delta, z=z, A=A, B_in=B, C_out=C, D=D, delta_bias=delta_bias)
     arguments.set(initial_state=initial_state, reset=reset, checkpoints=checkpoints, **others)
     arguments.set(workspace=A.new_empty(batch, 3, padded_channels(inner) * N))
