@@ -65,7 +65,7 @@ OTHER_NAMES = {"wsd": "WSD", "sqrt": "minus_sqrt"}
 """megatron-core's names of shapes, where they differ from the config's."""
 
 
-@pytest.mark.parametrize("warmup", ["optimizer.warmup_fraction=0.37", "optimizer.warmup_tokens=0"])
+@pytest.mark.parametrize("warmup", ["optimizer.warmup_fraction=0.371", "optimizer.warmup_tokens=0"])
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine", *(f"wsd {shape}" for shape in SHAPES)])
 def test_rate_equals_megatron_core_s_at_every_sample(decay, warmup):
     decay, _, shape = decay.partition(" ")
