@@ -142,7 +142,7 @@ def _build_mixture(
     if config.mask_first_token:
         for dataset in train:
             dataset.masked_after = opened[0][0][0].manifest.eod_id
-    validation = {
+    validation: dict[str, WindowDataset] = {
         source.name: HeldOutDataset(source.name, TokenStream.of_shards(shards), content_fingerprint(shards), length)
         for source, (_, shards) in zip(mixture.sources, opened, strict=True)
         if shards

@@ -196,6 +196,15 @@ def test_a_structure_refuses_other_arguments():
         nvrtc.pack(cuda_launch.SOURCE, "SumOfBlocks", {"parts": None})
 
 
+def test_sizes_are_read_from_the_source():
+    assert (cuda_launch.WIDTH, cuda_launch.STATES, cuda_launch.STEP) == (128, 16, 4)
+    gated = nvrtc.constants(cuda_launch.SOURCE, (("HAS_Z", 1), ("CHANNELS", 2)))
+    plain = nvrtc.constants(cuda_launch.SOURCE, (("HAS_Z", 0), ("CHANNELS", 1)))
+    assert (gated["FORWARD_THREADS"], plain["FORWARD_THREADS"]) == (64, 128)
+    assert (gated["FORWARD_BYTES"], plain["FORWARD_BYTES"]) == (13_312, 9_216)  # stages of rows, and of B and C
+    assert (gated["BACKWARD_BYTES"], plain["BACKWARD_BYTES"]) == (42_752, 36_608)
+
+
 def test_plans_cut_sequences_only_where_few_come():
     assert cuda.rule(18, 2048, 2304).segment == 0
     assert cuda.rule(42, 2048, 2304).channels == 2
