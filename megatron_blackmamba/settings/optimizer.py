@@ -1,14 +1,17 @@
 """The optimizer's section of a run's config: the update of the weights, and the schedule of the learning rate."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_blackmamba.settings.base import Section
+from megatron_blackmamba.settings.rules import BY_NAME, FIXED
 
 
 class GroupConfig(Section):
     """Factors of one kind of parameter."""
+
+    rule = BY_NAME
 
     learning_rate: float = Field(1.0, ge=0)
     """Factor of the learning rate, over the whole schedule; 0 leaves these weights as they are."""
@@ -18,6 +21,8 @@ class GroupConfig(Section):
 
 class GroupsConfig(Section):
     """Factors of learning rate and weight decay by kind of parameter."""
+
+    rule = BY_NAME
 
     embedding: GroupConfig = GroupConfig()
     """The embedding, which is the output layer too unless model.tie_embeddings=false."""
@@ -38,13 +43,15 @@ class GroupsConfig(Section):
 class OptimizerConfig(Section):
     """The update of the weights."""
 
-    kind: str = "adamw"
+    rule = BY_NAME
+
+    kind: Annotated[str, FIXED] = "adamw"
     """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum.
     muon: matrices by orthogonalized momentum, the rest by Adam."""
     learning_rate: float = Field(2e-4, gt=0)
     """Largest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float = Field(2e-5, ge=0)
-    """Learning rate of the last step."""
+    """Learning rate at the end of the decay; decay=constant does not read it."""
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
     """Part of the run over which the learning rate rises linearly from 0."""
     warmup_tokens: int | None = Field(None, ge=0)
@@ -73,7 +80,7 @@ class OptimizerConfig(Section):
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 switches clipping off."""
-    distributed: bool = True
+    distributed: Annotated[bool, FIXED] = True
     """Shard the optimizer state over the data-parallel group."""
     groups: GroupsConfig = GroupsConfig()
     """Factors of learning rate and weight decay by kind of parameter."""
