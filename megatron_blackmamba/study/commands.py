@@ -14,18 +14,7 @@ from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import (
-    afford,
-    differences,
-    evidence,
-    evidence_picture,
-    fits,
-    generation,
-    length,
-    points,
-    routing,
-    tables,
-)
+from megatron_blackmamba.study import afford, generation, length, points
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.options import HowToRun
@@ -35,6 +24,9 @@ from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.results import Result, collect, grouped, read_results, to_json
 from megatron_blackmamba.study.runs import Cell, Study
+from studies import differences, fits, routing, tables
+from studies import picture as evidence_picture
+from studies import trend as evidence
 
 SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "tokens/s")
 """Columns of the table on the terminal."""

@@ -19,7 +19,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.signals import StopRequest
-from megatron_blackmamba.study import StudyError, afford, evidence, fits, length, routing, worker
+from megatron_blackmamba.study import StudyError, afford, length, worker
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.config import LengthConfig, read_study
 from megatron_blackmamba.study.execute import Local
@@ -28,6 +28,8 @@ from megatron_blackmamba.study.page import render
 from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
+from studies import fits, routing
+from studies import trend as evidence
 from tests.docs.session import ROOT
 from tests.pages import check_page
 from tests.thorough import thorough

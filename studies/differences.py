@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_blackmamba.study.config import PrimaryConfig
-from megatron_blackmamba.study.fits import Difference, differences
 from megatron_blackmamba.study.points import Point, chosen, unique
 from megatron_blackmamba.study.results import half_interval
+from studies.fits import Difference, differences
 
 TESTED_FROM = 10.0
 """Tokens per parameter from which on budgets count for a test."""

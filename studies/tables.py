@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.study import differences, fits
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from megatron_blackmamba.study.results import mean_of
-from megatron_blackmamba.study.routing import MEANING
 from megatron_blackmamba.study.table import Table
+from studies import differences, fits
+from studies.routing import MEANING
 
 TUNED = ", each at its best learning rate"
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import differences, evidence, evidence_picture, fits, tables
 from megatron_blackmamba.study.points import Evidence, Point
-from megatron_blackmamba.study.routing import MEANING
+from studies import differences, fits, tables
+from studies import picture as evidence_picture
+from studies import trend as evidence
+from studies.routing import MEANING
 from tests.pages import check_page
 
 SIZES = {"xs": 1_000, "s": 8_000}

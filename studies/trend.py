@@ -8,10 +8,10 @@ import numpy as np
 
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.study import differences, fits, tables
 from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from megatron_blackmamba.study.results import mean_of
+from studies import differences, fits, tables
 
 
 def summary(evidence: Evidence) -> list[str]:

@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import commands, differences, evidence
+from megatron_blackmamba.study import commands
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.runs import Study
+from studies import differences
+from studies import trend as evidence
 from tests.study.test_trunks import point, study_of
 
 BUDGET = 1000

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.report.pictures import picture
-from megatron_blackmamba.study import fits
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
+from studies import fits
 
 LINES = ("solid", "dashed", "dotted", "dashdot")
 SEEDS_OF_A_BAND = 3
