@@ -1,31 +1,28 @@
-"""The picture of a study with trunks and branches: models with experts against dense ones, at equal FLOPs."""
+"""The picture of a study on trunks and branches: models with experts against dense ones, at equal FLOPs."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_blackmamba.report.pictures import picture
+from megatron_blackmamba.report.charts import Chart, Line, Lines
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from studies import fits
 
-LINES = ("solid", "dashed", "dotted", "dashdot")
 SEEDS_OF_A_BAND = 3
 """With two seeds Student's factor is 12.7, and the band would hide the lines."""
-TICKS = [mantissa * 10.0**power for power in range(-2, 5) for mantissa in (1, 2, 5)]
 EQUAL = 0.06
 """Largest relative difference of FLOPs per token that counts as equal."""
 
 
-def write_picture(evidence: Evidence, pictured: Mapping[str, str], folder: Path) -> Path | None:
-    """Write NAME.png: losses at equal FLOPs on the left, differences from dense models on the right.
+def charts(evidence: Evidence, pictured: Mapping[str, str]) -> list[Chart]:
+    """Return losses at equal FLOPs, and differences from dense models; nothing without such a difference.
 
     Variants may want other learning rates: the best one tried for each counts, if enough seeds have it.
     """
-    names = dict(pictured) or {each: _plain(each) for each in _shown(evidence)}
+    names = dict(pictured) or {each: each.replace("_", " ") for each in _shown(evidence)}
     tuned, plain = (fits.with_next_size(some) for some in (fits.at_best_rates(evidence.points), evidence.plain))
     enough = all(len(unique(chosen(tuned, variant=each), "seed")) >= SEEDS_OF_A_BAND for each in names)
     points = tuned if enough else plain
@@ -34,11 +31,35 @@ def write_picture(evidence: Evidence, pictured: Mapping[str, str], folder: Path)
     experts = [each for each in names if (some := chosen(points, variant=each)) and some[0].active < some[0].parameters]
     dense = [each for each in names if each not in experts]
     sizes = _by_parameters([p for p in points if experts and p.variant == experts[0]])
-    if not any(fits.differences(points, experts[0], other, size) for other in dense for size in sizes):
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
-    draw = partial(_draw, points, names, experts, dense, sizes)
-    return picture(folder / f"{evidence.name}.png", draw, columns=2)
+    changes = []
+    for j, variant in enumerate(experts):
+        for i, other in enumerate(dense, len(experts)):
+            for k, size in enumerate(sizes):
+                found = fits.differences(points, variant, other, size)
+                name = f"{names[variant]}, less {names[other]}" + (f", size {size}" if len(sizes) > 1 else "")
+                changes.append(curve_of(name, found, math.inf if j else SEEDS_OF_A_BAND, colour=i, dashed=j + k > 0))
+    if not any(len(curve.x) for curve in changes):
+        return []
+    label = "training tokens per parameter of the model with experts"
+    worse = zero(changes, "experts are worse above, better below")
+    return [
+        Lines("Validation loss at equal training FLOPs, in nats", _losses(points, names, experts, dense, sizes),
+              x_label=label, log=True),
+        Lines("What experts change: loss with, less loss without", [*changes, *worse], x_label=label, log=True),
+    ]  # fmt: skip
+
+
+def curve_of(name: str, found: Sequence[fits.Difference], band_from: float = 2, **looks: Any) -> Line:
+    """Return differences over tokens per parameter, with a band where so many seeds have them."""
+    mean = np.array([each.mean for each in found])
+    half = np.array([(each.interval or 0.0) if len(each.values) >= band_from else 0.0 for each in found])
+    return Line(name, [each.per_parameter for each in found], mean, mean - half, mean + half, **looks)
+
+
+def zero(curves: Sequence[Line], name: str = "equal") -> list[Line]:
+    """Return a line at zero below curves."""
+    ends = [x for curve in curves for x in curve.x]
+    return [Line(name, [min(ends), max(ends)], [0.0, 0.0], colour=len(curves), dashed=True, thin=True)] if ends else []
 
 
 def _shown(evidence: Evidence) -> list[str]:
@@ -56,49 +77,24 @@ def _per_token(point: Point) -> float:
     return point.flops / point.tokens
 
 
-def _draw(
+def _losses(
     points: Sequence[Point],
     names: Mapping[str, str],
     experts: Sequence[str],
     dense: Sequence[str],
     sizes: Sequence[str],
-    axes: Any,
-) -> bool:
-    left, right = axes
+) -> list[Line]:
+    curves = []
     tokens = {p.flops: p.tokens / p.parameters for p in chosen(points, variant=experts[0])}
     for number, variant in enumerate([*experts, *dense]):
         for size in sizes if variant in dense else sizes[: 1 if len(experts) > 1 else None]:
-            some = chosen(points, variant=variant, size=size)
-            if not some:
-                continue
-            spent = sorted({p.flops for p in some})
-            losses = [statistics.fmean(p.loss for p in chosen(some, flops=each)) for each in spent]
-            label = f"{names[variant]}: {_parameters(some[0])}"
-            style = {"color": f"C{number}", "linestyle": LINES[sizes.index(size) % len(LINES)]}
-            left.plot([_near(tokens, each) for each in spent], losses, marker=".", linewidth=1.2, label=label, **style)
-    for j, variant in enumerate(experts):
-        for i, other in enumerate(dense, len(experts)):
-            for k, size in enumerate(sizes):
-                line = LINES[(j + k) % len(LINES)]
-                _difference(right, fits.differences(points, variant, other, size), f"C{i}", line, band=j == 0)
-        if len(experts) > 1:
-            right.plot([], [], color="black", linestyle=LINES[j], label=names[variant])
-    for i, other in enumerate(dense, len(experts)):
-        right.plot([], [], color=f"C{i}", label=f"against {names[other]}")
-    right.axhline(0, color="black", linewidth=0.8)
-    for place in axes:
-        place.set(xscale="log", xlabel="training tokens per parameter of the model with experts")
-        low, high = place.get_xlim()
-        place.set_xticks([tick for tick in TICKS if low <= tick <= high])
-        place.xaxis.set_major_formatter("{x:g}")
-        place.xaxis.set_minor_formatter("")
-        place.legend(frameon=False, fontsize="small")
-    left.set_title("Validation loss at equal training FLOPs, in nats", fontsize="medium")
-    right.set_title("What experts change: loss with, less loss without", fontsize="medium")
-    for shift, word in ((7, "worse ↑"), (-9, "better ↓")):
-        where = {"xycoords": right.get_yaxis_transform(), "textcoords": "offset points", "fontsize": "small"}
-        right.annotate(f"experts are {word}", (0.01, 0), (0, shift), va="center", **where)
-    return True
+            if some := chosen(points, variant=variant, size=size):
+                spent = sorted({p.flops for p in some})
+                losses = [statistics.fmean(p.loss for p in chosen(some, flops=each)) for each in spent]
+                x = [_near(tokens, each) for each in spent]
+                name = f"{names[variant]}: {_parameters(some[0])}"
+                curves.append(Line(name, x, losses, colour=number, dashed=size != sizes[0]))
+    return curves
 
 
 def _near(known: Mapping[float, float], flops: float) -> float:
@@ -111,19 +107,7 @@ def _parameters(point: Point) -> str:
     return f"{point.parameters / 1e6:.2g}M parameters{active}"
 
 
-def _plain(name: str) -> str:
-    return name.replace("_", " ")
-
-
 def _by_parameters(points: Sequence[Point]) -> list[str]:
     """Return the sizes of a variant, the smallest model first."""
     sizes = {p.size: p.parameters for p in points}
     return sorted(sizes, key=lambda size: sizes[size])
-
-
-def _difference(place: Any, found: Sequence[fits.Difference], colour: str, style: str, band: bool) -> None:
-    x, mean = [each.per_parameter for each in found], np.array([each.mean for each in found])
-    half = np.array([each.interval if len(each.values) >= SEEDS_OF_A_BAND else np.nan for each in found])
-    place.plot(x, mean, color=colour, linestyle=style, marker=".", linewidth=1.2)
-    if band and found:
-        place.fill_between(x, mean - half, mean + half, color=colour, alpha=0.15)

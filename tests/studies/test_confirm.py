@@ -12,7 +12,7 @@ from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.runs import Study
 from studies import differences
-from studies import trend as evidence
+from studies.trend import decisions
 from tests.study.test_trunks import point, study_of
 
 BUDGET = 1000
@@ -54,9 +54,9 @@ def test_nothing_is_said_before_all_seeds_are_there():
     points = simulated(np.random.default_rng(4), -1.0)
     explored = simulated(np.random.default_rng(5), 1.0, seeds=[1, 2, 3])  # they may not count
     some = Evidence("x", "y", "experts", 9, {}, (*points[1:], *explored))
-    (line,) = evidence.decisions(some, [DECLARED])
+    (line,) = decisions(some, [DECLARED])
     assert line.endswith("6 of 7 seeds are finished: no conclusion before all seeds are finished.")
-    whole, numbers = evidence.decisions(Evidence("x", "y", "experts", 9, {}, (*points, *explored)), [DECLARED])
+    whole, numbers = decisions(Evidence("x", "y", "experts", 9, {}, (*points, *explored)), [DECLARED])
     assert whole.endswith("7 of 7 seeds are finished: experts has the lower loss.") and "difference is -0.99" in numbers
 
 
