@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.progress import working
 from megatron_blackmamba.report.pictures import write_pictures
 from megatron_blackmamba.settings import Section
 from megatron_blackmamba.study import afford, generation, length, page

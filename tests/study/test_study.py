@@ -15,9 +15,9 @@ import pytest
 import yaml
 from rich.console import Console
 
+from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
-from megatron_blackmamba.progress import clock
 from megatron_blackmamba.report.pictures import write_pictures
 from megatron_blackmamba.study import StudyError, corpus, page, progress
 from megatron_blackmamba.study.commands import draw, run
