@@ -203,8 +203,8 @@ class Lines(Chart):
         else:
             axes.xaxis.set_major_formatter(lambda value, _: short(value))
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
-        low, high = self._range()
-        axes.set_ylim(0 if self.zero else low - 0.05 * (high - low or 1), high + 0.05 * (high - low or 1))
+        scale = _Axes(0, 1, *self._range())
+        axes.set_ylim(scale.y0, scale.y1)
         if len(self.curves) > 1:
             axes.legend(edgecolor="none", fontsize="small")
 

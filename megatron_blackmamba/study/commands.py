@@ -162,13 +162,16 @@ def _analysis(study: Study) -> Any:
     if (root := str(Path(__file__).resolve().parents[2])) not in sys.path:
         sys.path.append(root)
     try:
-        return importlib.import_module(ANALYSIS)
+        found = importlib.import_module(ANALYSIS)
     except ModuleNotFoundError as error:
         if error.name == "scipy":
-            raise StudyError("the analysis of such studies needs scipy: pip install scipy") from None
-        if not ANALYSIS.startswith(error.name or "."):
+            raise StudyError(
+                "the analysis of studies on trunks and branches needs scipy: pip install 'megatron-blackmamba[studies]'"
+            ) from None
+        if error.name not in (ANALYSIS, ANALYSIS.partition(".")[0]):
             raise
         return None
+    return found if hasattr(found, "report") else None  # or else it is the folder of a study's output
 
 
 def say(line: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import commands
+from megatron_blackmamba.study import commands, page
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
@@ -76,6 +76,18 @@ def test_losses_of_waiting_comparisons_are_sealed(tmp_path, capsys):
         assert ("The difference is -2." in said) == whole
     lost = [replace(p, loss=math.nan) if p.seed == 4 else p for p in fresh]
     assert differences.decide(lost, DECLARED).verdict == "open, the loss of a run is not finite"
+
+
+def test_plain_page_seals_waiting_comparisons_too(tmp_path):
+    """Without the analysis, the table of results has the explored seeds alone until the last fresh one is there."""
+    draw = np.random.default_rng(7)
+    fresh, explored = simulated(draw, -2.0), simulated(draw, 0.5, seeds=[1, 2, 3])
+    study = Study("mine", study_of(tmp_path).config.model_copy(update={"primary": [DECLARED]}), tmp_path)
+    for count in (len(fresh) - 1, len(fresh)):
+        report = page.report(study, Evidence("mine", "y", "experts", 20, {}, (*explored, *fresh[:count])))
+        (results,) = (part for part in report.parts if getattr(part, "title", "") == "Results")
+        losses = {row[0]: float(row[results.columns.index("validation loss")].split()[0]) for row in results.rows}
+        assert (losses["experts"] > 3) == (count < len(fresh))
 
 
 def grids(folder, **last):

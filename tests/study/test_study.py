@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import pytest
 import yaml
 from rich.console import Console
+from scipy import stats
 
 from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
@@ -129,10 +130,10 @@ def test_confidence_over_seeds_is_student_s(tmp_path):
 
 
 def test_confidence_of_many_seeds_is_student_s_too():
-    for count, point in ((11, 2.228), (21, 2.086), (1001, 1.962)):
-        values = [0.0, 2.0] * (count // 2) + [1.0]
-        error = statistics.stdev(values) / count**0.5
-        assert half_interval(values) == pytest.approx(point * error, rel=5e-4)
+    for count in (*range(2, 14), 21, 1001):
+        values = [0.0, 2.0] * (count // 2) + [1.0] * (count % 2)
+        low, high = stats.t.interval(0.95, count - 1, statistics.fmean(values), stats.sem(values))
+        assert half_interval(values) == pytest.approx((high - low) / 2, rel=2e-4)
 
 
 def test_diverged_run_has_no_validation_loss(tmp_path):

@@ -20,7 +20,7 @@ from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.report.pictures import write_pictures
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.signals import StopRequest
-from megatron_blackmamba.study import StudyError, afford, length, page, worker
+from megatron_blackmamba.study import StudyError, afford, commands, length, page, worker
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.config import RATE, LengthConfig, read_study
 from megatron_blackmamba.study.execute import Local
@@ -454,3 +454,30 @@ def test_page_is_made_from_the_committed_points(tmp_path, capsys):
     check_page((tmp_path / "study.html").read_text())
     assert (tmp_path / "png" / "trend.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "points.json").exists()
+
+
+@pytest.mark.parametrize("output", [False, True])
+def test_package_without_the_analysis_says_where_it_is(output, tmp_path, monkeypatch, capsys):
+    """The output of a study may lie where Python looks for the analysis: a folder of the same name."""
+    monkeypatch.setattr(commands, "ANALYSIS", "nowhere.trend")
+    if output:
+        (tmp_path / "nowhere" / "trend").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path)
+    how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True, tables=True, png=tmp_path)
+    assert run(open_study("confirm", tmp_path), how)
+    said = capsys.readouterr()
+    assert "the analysis of such studies is in the folder studies/ of the repository" in said.err
+    assert "| softmax | xs |" in said.out and "### Turns" not in said.out
+    text = (tmp_path / "study.html").read_text()
+    check_page(text)
+    assert "134 of 1108 runs are finished" in text and "softmax, s</title>" in text
+    assert (tmp_path / "loss.png").is_file()
+
+
+def test_analysis_without_scipy_names_its_extra(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "studies"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True)
+    with pytest.raises(StudyError, match=r"needs scipy: pip install 'megatron-blackmamba\[studies\]'"):
+        run(open_study("confirm", tmp_path), how)
