@@ -17,12 +17,14 @@ from megatron_blackmamba.data_tools.rejects import InputError
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
-from benchmarks.dedup_families import Words, _copies, _without_origin, judged, ours
+from benchmarks.cleaning import Words
 from megatron_blackmamba.data_tools import dedup_estimate
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
 from megatron_blackmamba.data_tools.splitters import SpacedWords
+from tests.data_tools import copies
+from tests.data_tools.copies import judged, without_origin
 from tests.thorough import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +61,13 @@ def edited(text, every, offset=0):
 
 def test_pages_with_common_navigation_are_kept(words, tmp_path):
     navigation = words.lines(150)
-    corpus = _without_origin([f"{navigation}\n{words.lines(150)}" for _ in range(300)])
-    assert judged(corpus, ours(corpus.write(tmp_path / "a.jsonl"), tmp_path))["removed"] == 0
+    corpus = without_origin([f"{navigation}\n{words.lines(150)}" for _ in range(300)])
+    assert judged(corpus, copies.dedup(corpus.write(tmp_path / "a.jsonl"), tmp_path))["removed"] == 0
 
 
 def test_copies_are_found_and_resemble_the_kept_one(words, tmp_path):
-    corpus = _copies(words, random.Random(2), each=40)
-    found = judged(corpus, ours(corpus.write(tmp_path / "a.jsonl"), tmp_path))
+    corpus = copies.copies(words, random.Random(2), each=40)
+    found = judged(corpus, copies.dedup(corpus.write(tmp_path / "a.jsonl"), tmp_path))
     assert found["found at 0%"] == found["found at 1%"] == 1
     assert found["found at 5%"] >= 0.95 and found["found at 10%"] >= 0.9
     assert found["J < 0.5"] == 0
@@ -312,9 +314,8 @@ def test_equal_long_words_are_copies(write_jsonl, tmp_path):
 
 def test_parts_and_pieces_find_the_same_copies(words, tmp_path, monkeypatch):
     """A large corpus has several parts, and several ranges of keys; here both are small."""
-    lines = (
-        _copies(words, random.Random(4), each=20).write(tmp_path / "all.jsonl").read_text().splitlines(keepends=True)
-    )
+    whole = copies.copies(words, random.Random(4), each=20).write(tmp_path / "all.jsonl")
+    lines = whole.read_text().splitlines(keepends=True)
     (tmp_path / "raw").mkdir()
     for number in range(3):
         (tmp_path / f"raw/{number}.jsonl").write_text("".join(lines[number::3]))

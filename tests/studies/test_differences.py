@@ -6,10 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import differences, evidence, evidence_picture, fits, tables
+from megatron_blackmamba.report.pictures import write_pictures
+from megatron_blackmamba.study.config import RATE
 from megatron_blackmamba.study.points import Evidence, Point
-from megatron_blackmamba.study.routing import MEANING
+from studies import differences, fits, picture, tables, trend
+from studies.routing import MEANING
 from tests.pages import check_page
+from tests.study.test_trunks import page_of, study_of
 
 SIZES = {"xs": 1_000, "s": 8_000}
 RATIOS = (3, 6, 12, 24, 48)
@@ -55,8 +58,8 @@ def test_p_values_are_those_of_students_t():
     """Against closed forms: with two degrees of freedom, and tables."""
     values = [0.1, 0.2, 0.4]
     t = np.mean(values) / np.std(values, ddof=1) * math.sqrt(3)
-    assert differences.p_value(values) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-6)
-    assert differences.p_value([-value for value in values]) == differences.p_value(values)
+    assert differences.p_value(values) == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-9)
+    assert differences.p_value([-value for value in values]) == pytest.approx(differences.p_value(values), rel=1e-12)
     assert differences.p_value([12.706 + 1, 12.706 - 1]) == pytest.approx(0.05, abs=1e-4)
     assert differences.p_value([0.0, 0.0]) == 1 and differences.p_value([1.0, 1.0]) == 0
 
@@ -121,32 +124,36 @@ def test_a_curve_that_ends_above_the_loss_gives_a_bound(points):
 def test_picture_has_experts_and_dense_models(points, tmp_path):
     def drawn(names, *variants):
         some = tuple(p for p in points if p.variant in variants)
-        return evidence_picture.write_picture(Evidence("x", "y", "experts", 90, {}, some), names, tmp_path)
+        return picture.charts(Evidence("x", "y", "experts", 90, {}, some), names)
 
     dense_like = [replace(p, flops=1.01 * p.flops) if p.variant == "dense" else p for p in points]
-    assert evidence_picture._shown(Evidence("x", "y", "experts", 90, {}, tuple(dense_like))) == ["experts", "dense"]
-    path = drawn({}, "experts", "dense", "other")
-    whole = path.read_bytes()
-    assert path.name == "x.png" and whole.startswith(b"\x89PNG")
-    assert drawn({"experts": "a", "other": "b", "dense": "c"}, "experts", "dense", "other").read_bytes() != whole
-    assert drawn({}, "experts", "other") is None and drawn({}, "experts") is None and drawn({}) is None
+    assert picture._shown(Evidence("x", "y", "experts", 90, {}, tuple(dense_like))) == ["experts", "dense"]
+    losses, changes = drawn({"experts": "a", "other": "b", "dense": "c"}, "experts", "dense", "other")
+    assert [line.name.partition(":")[0] for line in losses.curves] == ["a", "b", "c", "c"]  # dense ones of both sizes
+    assert [line.name for line in changes.curves] == [
+        *("a, less c, size xs", "a, less c, size s", "b, less c, size xs", "b, less c, size s"),
+        "experts are worse above, better below",
+    ]
+    assert changes.curves[0].y == pytest.approx([law(ratio, 1000, 2) for ratio in RATIOS])
+    assert [line.band is not None for line in changes.curves] == [True, True, False, False, False]
+    (path,) = write_pictures(tmp_path, {"x": [losses, changes]})
+    assert path.name == "x.png" and path.read_bytes().startswith(b"\x89PNG")
+    assert drawn({}, "experts", "other") == drawn({}, "experts") == drawn({}) == []
 
 
-def test_page_shows_why(points):
+def test_page_shows_why(points, tmp_path):
     seen = dict.fromkeys(MEANING, 0.5)
     points[0] = point("experts", "xs", 1, 3, 4.0, active=500, router=seen)
     generation = [{"group": "dense", "size": "xs", "lengths": [16, 2048], "milliseconds": [1, 2], "bytes": [8, 8]}]
     found = Evidence("x", "y", "experts", 90, {}, tuple(points), generation)
-    page = evidence.render(found)
-    check_page(page)
+    text = page_of(study_of(tmp_path), found)
+    check_page(text)
     for title in ("Turns", "Tests", "Equal losses", "Routers", "Generation"):
-        assert f"<h2>{title}</h2>" in page
-    higher = [
-        replace(p, rate=8e-3, changed={fits.RATE: 8e-3}, loss=p.loss - 0.1 * (p.variant == "dense")) for p in points
-    ]
+        assert f"<h2>{title}</h2>" in text
+    higher = [replace(p, rate=8e-3, changed={RATE: 8e-3}, loss=p.loss - 0.1 * (p.variant == "dense")) for p in points]
     both = replace(found, points=(*points, *higher))
-    assert "<h2>Tests, each at its best learning rate</h2>" in evidence.render(both)
-    said = [line.partition(":")[0] for line in evidence.summary(both) if line.startswith("experts − dense, size xs")]
+    assert "<h2>Tests, each at its best learning rate</h2>" in page_of(study_of(tmp_path), both)
+    said = [line.partition(":")[0] for line in trend.summary(both) if line.startswith("experts − dense, size xs")]
     assert said == ["experts − dense, size xs, each at its best learning rate", "experts − dense, size xs"]
     assert tables.routers([]).html() == ""
 
@@ -173,13 +180,13 @@ def test_rules_of_inference_are_compared_on_the_same_weights(points):
 
 def test_generation_shows_the_loss_of_the_largest_budget(points):
     measured = {"group": "dense", "size": "s", "lengths": [16, 64], "milliseconds": [1.0, 2.0], "bytes": [8, 8]}
-    page = tables.generation(Evidence("x", "y", "experts", 90, {}, tuple(points), [measured])).html()
+    text = tables.generation(Evidence("x", "y", "experts", 90, {}, tuple(points), [measured])).html()
     losses = {p.budget: p.loss for p in points if (p.variant, p.size) == ("dense", "s")}
-    assert f"{losses[max(losses)]:.3f}" in page and f"{losses[min(losses)]:.3f}" not in page
+    assert f"{losses[max(losses)]:.3f}" in text and f"{losses[min(losses)]:.3f}" not in text
 
 
 def test_crossings_count_all_seeds():
-    said = evidence._crossing(fits.Crossing({1: 10.0}, True, never=2, always=1))
+    said = trend._crossing(fits.Crossing({1: 10.0}, True, never=2, always=1))
     assert said == (
         "the sign turns at 10.0 in 1 of 4 seeds, positive at the end in 2 of 4 seeds,"
         " negative at the end in 1 of 4 seeds"

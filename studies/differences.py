@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import stats
 
+from megatron_blackmamba.study.confidence import half_interval
 from megatron_blackmamba.study.config import PrimaryConfig
-from megatron_blackmamba.study.fits import Difference, differences
-from megatron_blackmamba.study.points import Point, chosen, unique
-from megatron_blackmamba.study.results import half_interval
+from megatron_blackmamba.study.points import Point, chosen, declared_losses, unique
+from studies.fits import Difference, differences
 
 TESTED_FROM = 10.0
 """Tokens per parameter from which on budgets count for a test."""
-STEPS = 20_001
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,10 @@ def _mean_of_large(points: Sequence[Point], one: str, other: str, size: str, see
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of a mean of zero by Student's t, whose tail is an integral of cos^(n-2)."""
-    spread = statistics.stdev(values)
-    if spread == 0:
+    """Return the two-sided p-value of a mean of zero by Student's t."""
+    if len(set(values)) == 1:
         return 0.0 if values[0] else 1.0
-    angle = math.atan(abs(statistics.fmean(values)) / spread * math.sqrt(len(values) / (len(values) - 1)))
-    whole, tail = (_integral(start, len(values) - 2) for start in (0.0, angle))
-    return tail / whole
-
-
-def _integral(start: float, power: int) -> float:
-    heights = np.cos(np.linspace(start, math.pi / 2, STEPS)) ** power
-    return float((heights[1:] + heights[:-1]).mean() * (math.pi / 2 - start))
+    return float(stats.ttest_1samp(values, 0.0).pvalue)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -111,21 +103,9 @@ class Decision:
         return float(seeds[0, 1]), float(seeds[0, 0] - seeds[0, 1]), float(seeds[1, 1] - seeds[0, 1])
 
 
-def sealed(points: Sequence[Point], primary: Sequence[PrimaryConfig]) -> list[Point]:
-    """Return the points without those of declared comparisons that have not all of their seeds."""
-    waiting = [each for each in primary if len(decide(points, each).losses) < len(each.seeds)]
-    hidden = {(v, each.size, seed) for each in waiting for v in (each.one, each.other) for seed in each.seeds}
-    return [point for point in points if (point.variant, point.size, point.seed) not in hidden]
-
-
 def decide(points: Sequence[Point], declared: PrimaryConfig) -> Decision:
     """Return a declared comparison of points: each of its seeds has one learning rate."""
-    sides = [
-        {p.seed: p.loss for p in chosen(points, variant=variant, size=declared.size, budget=declared.budget)}
-        for variant in (declared.one, declared.other)
-    ]
-    seeds = [seed for seed in declared.seeds if all(seed in side for side in sides)]
-    return Decision(declared, {seed: (sides[0][seed], sides[1][seed]) for seed in seeds})
+    return Decision(declared, declared_losses(points, declared))
 
 
 @dataclass(frozen=True)

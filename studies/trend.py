@@ -1,17 +1,39 @@
-"""The page and the summary of a study with trunks and branches, made from its points alone."""
+"""The page, the summary and the picture of a study on trunks and branches, made from its points alone."""
 
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 
-import numpy as np
-
 from megatron_blackmamba.report import charts, html
-from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.study import differences, fits, tables
+from megatron_blackmamba.report.charts import Chart, Line, Lines, short
+from megatron_blackmamba.study.confidence import mean_of
 from megatron_blackmamba.study.config import PrimaryConfig
-from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
-from megatron_blackmamba.study.results import mean_of
+from megatron_blackmamba.study.page import Report
+from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, unique
+from megatron_blackmamba.study.runs import Study
+from studies import differences, fits, picture, routing, tables
+from studies.picture import curve_of, zero
+
+measure = routing.measure
+
+
+def report(study: Study, found: Evidence) -> Report:
+    """Return what the points say; nothing of the declared comparisons before all of their seeds are finished."""
+    pictured, primary = study.config.pictured, study.config.primary
+    shown = replace(found, points=tuple(sealed(found.points, primary)))
+    subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
+    first, *lines = summary(shown)
+    said = "".join(f"<p>{escape(line)}</p>" for line in (first, *lines))
+    parts = [
+        f"<section><h2>So far</h2>{said}</section>",
+        html.section("Differences", [*_differences(shown)], "Below zero, the first variant is better. Bands are 95%"
+                     " confidence intervals over the seeds. The variants of a seed share the order of the data."),
+        html.section("Loss over training FLOPs", [*_losses(shown.plain)], "Means over the seeds."),
+        *tables.every(shown, subjects or [found.first]),
+    ]  # fmt: skip
+    decided = decisions(found, primary)
+    return Report([progress(found), *lines, *decided], parts, {found.name: picture.charts(shown, pictured)})
 
 
 def summary(evidence: Evidence) -> list[str]:
@@ -68,20 +90,6 @@ def _crossing(cross: fits.Crossing) -> str:
     return ", ".join(parts)
 
 
-def render(evidence: Evidence, subjects: Sequence[str] = ()) -> str:
-    """Return the page as one string of HTML; subjects are compared with every variant, by default the first is."""
-    header = f"<h1>Study: {escape(evidence.name)}</h1><p>{escape(evidence.about)}</p>"
-    sections = [
-        "<section><h2>So far</h2>" + "".join(f"<p>{escape(line)}</p>" for line in summary(evidence)) + "</section>",
-        html.section("Differences", [*_differences(evidence)], "Below zero, the first variant is better. Bands are 95%"
-                     " confidence intervals over the seeds. The variants of a seed share the order of the data."),
-        html.section("Loss over training FLOPs", [*_losses(evidence.plain)], "Means over the seeds."),
-        *(table.html() for table in tables.every(evidence, subjects or [evidence.first])),
-    ]  # fmt: skip
-    words = f"Written by blackmamba study {escape(evidence.name)} --page."
-    return html.page(f"{evidence.name} · BlackMamba study", header, sections, words)
-
-
 def _means(points: Sequence[Point], field: str = "loss") -> tuple[list[float], list[float]]:
     """Return FLOPs and the mean of a field at each budget."""
     budgets = sorted(unique(points, "budget"))
@@ -89,28 +97,24 @@ def _means(points: Sequence[Point], field: str = "loss") -> tuple[list[float], l
     return [some[0].flops for some in at], [statistics.fmean(getattr(p, field) for p in some) for some in at]
 
 
-def _losses(points: Sequence[Point]) -> Iterator[str]:
+def _losses(points: Sequence[Point]) -> Iterator[Chart]:
     for size in unique(points, "size"):
         curves = []
         for i, variant in enumerate(unique(points, "variant")):
             spent, losses = _means(chosen(points, variant=variant, size=size))
-            curves.append(Line(variant, np.log10(spent), losses, colour=i, thin=i >= charts.COLOURS))
-        yield charts.lines(f"Validation loss, size {size}", curves, x_label="log10 of training FLOPs")
+            curves.append(Line(variant, spent, losses, colour=i, thin=i >= charts.COLOURS))
+        yield Lines(f"Validation loss, size {size}", curves, x_label="training FLOPs", log=True)
 
 
-def _differences(evidence: Evidence) -> Iterator[str]:
+def _differences(evidence: Evidence) -> Iterator[Chart]:
     points = evidence.plain
     for i, other in enumerate(unique(points, "variant")):
         curves = []
         for j, size in enumerate(unique(points, "size")):
             found = fits.differences(points, evidence.first, other, size)
-            mean = np.array([each.mean for each in found])
-            half = np.array([each.interval or 0.0 for each in found])
-            x = np.log10([each.per_parameter for each in found])
             one_seed = all(len(each.values) == 1 for each in found)
             name = f"size {size}" + (", one seed" if one_seed else "")
-            curves.append(Line(name, x, mean, mean - half, mean + half, colour=j, thin=one_seed))
-        if i and (ends := [x for curve in curves for x in curve.x]):
-            curves.append(Line("equal", [min(ends), max(ends)], [0.0, 0.0], colour=len(curves), dashed=True, thin=True))
-            title, label = f"{evidence.first} − {other}", "log10 of tokens per parameter"
-            yield charts.lines(title, curves, x_label=label)
+            curves.append(curve_of(name, found, colour=j, thin=one_seed))
+        if i and any(len(curve.x) for curve in curves):
+            label = "tokens per parameter"
+            yield Lines(f"{evidence.first} − {other}", [*curves, *zero(curves)], x_label=label, log=True)

@@ -6,7 +6,7 @@ import torch
 from megatron_blackmamba import routers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.routers import Tokens
-from megatron_blackmamba.study.routing import Watched, information
+from studies.routing import Watched, information
 
 
 @pytest.mark.parametrize(

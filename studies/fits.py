@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.study.confidence import half_interval
 from megatron_blackmamba.study.config import RATE
+from megatron_blackmamba.study.grids import Tried, best_rates, tried_values, value_of
 from megatron_blackmamba.study.points import Point, chosen, unique
-from megatron_blackmamba.study.results import half_interval
-
-LARGEST = 3
-"""Budgets that choose a learning rate."""
 
 
 @dataclass(frozen=True)
@@ -142,72 +140,30 @@ def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossi
 class Best:
     """The value of a key with the lowest loss, on a parabola through the logarithms of the values tried."""
 
-    key: str
     variant: str
     size: str
-    budget: int
-    flops: float
-    tried: dict[float, float]
-    """Value → mean loss of the seeds that have them all."""
+    tried: Tried
     value: float
+    """Where the lowest loss tried is at an edge, that one."""
     loss: float
-    at_edge: bool
-    """The lowest loss tried is at the smallest or largest value, which is then taken; so it is with two values."""
 
     @property
-    def lowest(self) -> float:
-        """Return the value tried with the lowest loss."""
-        return min(self.tried, key=lambda value: self.tried[value])
+    def flops(self) -> float:
+        """Return the training FLOPs of the runs."""
+        return self.tried.flops
 
     @property
     def twice(self) -> float | None:
         """Return what a factor of 2 from the best value costs; None at an edge."""
-        if self.at_edge:
+        if self.tried.at_edge:
             return None
-        return float(np.polyfit(np.log2([*self.tried]), [*self.tried.values()], 2)[0])
+        return float(np.polyfit(np.log2([*self.tried.losses]), [*self.tried.losses.values()], 2)[0])
 
 
 def best_values(points: Sequence[Point], key: str) -> list[Best]:
     """Return the best value of a key for each variant, size and budget at which two or more numbers were tried."""
-    some = [(p, value) for p in points if math.isfinite(p.loss) and (value := _value(p, key)) is not None]
-    found = []
-    for variant, size, budget in dict.fromkeys((p.variant, p.size, p.budget) for p, _ in some):
-        at = [(p, value) for p, value in some if (p.variant, p.size, p.budget) == (variant, size, budget)]
-        values = sorted({value for _, value in at})
-        seeds = set.intersection(*({p.seed for p, its in at if its == value} for value in values))
-        tried = {
-            value: statistics.fmean(p.loss for p, its in at if its == value and p.seed in seeds)
-            for value in values
-            if seeds
-        }
-        if len(tried) < 2:
-            continue
-        lowest = min(tried, key=lambda value: tried[value])
-        at_edge = lowest in (min(tried), max(tried))
-        value, loss = (lowest, tried[lowest]) if at_edge else _vertex(tried, lowest)
-        found.append(Best(key, variant, size, budget, at[0][0].flops, tried, value, loss, at_edge))
-    return found
-
-
-def _value(point: Point, key: str) -> float | None:
-    """Return a point's value of a key; None unless it is a number above 0 and nothing else was changed."""
-    value = point.changed.get(key, point.rate if key == RATE else None)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-    return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
-
-
-def best_rates(points: Sequence[Point]) -> dict[tuple[str, str], Best]:
-    """Return the best learning rate of each variant and size, by the mean loss over its largest budgets."""
-    means = []
-    for variant, size in dict.fromkeys((p.variant, p.size) for p in points):
-        own = [p for p in chosen(points, variant=variant, size=size) if _value(p, RATE) and math.isfinite(p.loss)]
-        budgets = sorted(b for b in unique(own, "budget") if len(unique(chosen(own, budget=b), "rate")) > 1)[-LARGEST:]
-        runs: dict[tuple[int, float], list[Point]] = {}
-        for p in (p for p in own if p.budget in budgets):
-            runs.setdefault((p.seed, p.rate), []).append(p)
-        whole = [run for run in runs.values() if len(run) == len(budgets)]
-        means += [replace(run[-1], loss=statistics.fmean(p.loss for p in run)) for run in whole]
-    return {(best.variant, best.size): best for best in best_values(means, RATE)}
+    tried = tried_values(points, key)
+    return [Best(variant, size, each, *_vertex(each)) for (variant, size, _), each in tried.items()]
 
 
 def at_best_rates(points: Sequence[Point]) -> list[Point]:
@@ -216,23 +172,25 @@ def at_best_rates(points: Sequence[Point]) -> list[Point]:
     The seeds that have all rates choose it. All seeds that have it count.
     """
     best = {key: own.lowest for key, own in best_rates(points).items()}
-    return [replace(p, changed={}) for p in points if _value(p, RATE) and best.get((p.variant, p.size)) == p.rate]
+    return [replace(p, changed={}) for p in points if value_of(p, RATE) and best.get((p.variant, p.size)) == p.rate]
 
 
 def over_flops(best: Sequence[Best]) -> float | None:
     """Return the power of FLOPs that the best value follows, from at least three budgets within the grid."""
-    inside = [each for each in best if not each.at_edge]
+    inside = [each for each in best if not each.tried.at_edge]
     if len(inside) < 3:
         return None
     x, y = np.log([each.flops for each in inside]), np.log([each.value for each in inside])
     return float(np.polyfit(x, y, 1)[0])
 
 
-def _vertex(tried: dict[float, float], lowest: float) -> tuple[float, float]:
-    """Return the minimum of the parabola through the lowest value and its neighbours."""
-    values = [*tried]
-    i = values.index(lowest)
+def _vertex(tried: Tried) -> tuple[float, float]:
+    """Return the minimum of the parabola through the lowest value and its neighbours; at an edge, the lowest."""
+    values = [*tried.losses]
+    i = values.index(tried.lowest)
+    if tried.at_edge:
+        return tried.lowest, tried.losses[tried.lowest]
     near = values[i - 1 : i + 2]
-    curve = np.poly1d(np.polyfit(np.log2(near), [tried[value] for value in near], 2))
+    curve = np.poly1d(np.polyfit(np.log2(near), [tried.losses[value] for value in near], 2))
     at = -curve.c[1] / (2 * curve.c[0])
     return float(2**at), float(curve(at))

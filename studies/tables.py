@@ -4,12 +4,13 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.study import differences, fits
+from megatron_blackmamba.study.confidence import mean_of
 from megatron_blackmamba.study.corpus import SOURCES
+from megatron_blackmamba.study.grids import LARGEST, best_rates
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
-from megatron_blackmamba.study.results import mean_of
-from megatron_blackmamba.study.routing import MEANING
 from megatron_blackmamba.study.table import Table
+from studies import differences, fits
+from studies.routing import MEANING
 
 TUNED = ", each at its best learning rate"
 
@@ -30,12 +31,12 @@ def every(evidence: Evidence, subjects: Sequence[str]) -> Iterator[Table]:
 def rates(points: Sequence[Point]) -> Table:
     """Show the learning rates tried, and the best."""
     rows = [
-        [variant, size, ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in best.tried.items())]
+        [variant, size, ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in best.losses.items())]
         + [f"{best.lowest:g}" + " (edge)" * best.at_edge]
-        for (variant, size), best in fits.best_rates(points).items()
+        for (variant, size), best in best_rates(points).items()
     ]
     words = (
-        f"Mean loss over the {fits.LARGEST} largest budgets and the seeds that have all rates. Edge: it is the smallest"
+        f"Mean loss over the {LARGEST} largest budgets and the seeds that have all rates. Edge: it is the smallest"
         " or largest one tried, and a better one may lie beyond."
     )
     return Table("Learning rates", words, ("variant", "size", "rate: mean loss", "best"), rows)
@@ -257,8 +258,8 @@ def best_values(points: Sequence[Point]) -> Iterator[Table]:
     for key in dict.fromkeys(key for point in points for key in point.changed):
         best, rows = fits.best_values(points, key), []
         for each in best:
-            tried = ", ".join(f"{value:g}: {loss:.3f}" for value, loss in each.tried.items())
-            where = f"{each.value:.2g}" + (" (edge of the grid)" if each.at_edge else "")
+            tried = ", ".join(f"{value:g}: {loss:.3f}" for value, loss in each.tried.losses.items())
+            where = f"{each.value:.2g}" + (" (edge of the grid)" if each.tried.at_edge else "")
             cost = "–" if each.twice is None else f"{each.twice:+.3f}"
             rows.append([each.variant, each.size, f"{each.flops:.1e}", tried, where, f"{each.loss:.3f}", cost])
         columns = ("variant", "size", "FLOPs", "loss at each value", "best value", "its loss", "cost of twice or half")

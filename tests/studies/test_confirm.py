@@ -6,11 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import commands, differences, evidence
+from megatron_blackmamba.study import commands, page
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.runs import Study
+from studies import differences
+from studies.trend import decisions
 from tests.study.test_trunks import point, study_of
 
 BUDGET = 1000
@@ -52,9 +54,9 @@ def test_nothing_is_said_before_all_seeds_are_there():
     points = simulated(np.random.default_rng(4), -1.0)
     explored = simulated(np.random.default_rng(5), 1.0, seeds=[1, 2, 3])  # they may not count
     some = Evidence("x", "y", "experts", 9, {}, (*points[1:], *explored))
-    (line,) = evidence.decisions(some, [DECLARED])
+    (line,) = decisions(some, [DECLARED])
     assert line.endswith("6 of 7 seeds are finished: no conclusion before all seeds are finished.")
-    whole, numbers = evidence.decisions(Evidence("x", "y", "experts", 9, {}, (*points, *explored)), [DECLARED])
+    whole, numbers = decisions(Evidence("x", "y", "experts", 9, {}, (*points, *explored)), [DECLARED])
     assert whole.endswith("7 of 7 seeds are finished: experts has the lower loss.") and "difference is -0.99" in numbers
 
 
@@ -74,6 +76,18 @@ def test_losses_of_waiting_comparisons_are_sealed(tmp_path, capsys):
         assert ("The difference is -2." in said) == whole
     lost = [replace(p, loss=math.nan) if p.seed == 4 else p for p in fresh]
     assert differences.decide(lost, DECLARED).verdict == "open, the loss of a run is not finite"
+
+
+def test_plain_page_seals_waiting_comparisons_too(tmp_path):
+    """Without the analysis, the table of results has the explored seeds alone until the last fresh one is there."""
+    draw = np.random.default_rng(7)
+    fresh, explored = simulated(draw, -2.0), simulated(draw, 0.5, seeds=[1, 2, 3])
+    study = Study("mine", study_of(tmp_path).config.model_copy(update={"primary": [DECLARED]}), tmp_path)
+    for count in (len(fresh) - 1, len(fresh)):
+        report = page.report(study, Evidence("mine", "y", "experts", 20, {}, (*explored, *fresh[:count])))
+        (results,) = (part for part in report.parts if getattr(part, "title", "") == "Results")
+        losses = {row[0]: float(row[results.columns.index("validation loss")].split()[0]) for row in results.rows}
+        assert (losses["experts"] > 3) == (count < len(fresh))
 
 
 def grids(folder, **last):
