@@ -181,7 +181,7 @@ def _read_run(run: Path, until: int | None = None) -> History:
     return History(
         name=run.resolve().name,
         folder=folder,
-        config=read_saved(folder.config).model_dump(mode="json", by_alias=True),
+        config=read_saved(folder.config, known_kinds=False).model_dump(mode="json", by_alias=True),
         plan=json.loads(folder.data_plan.read_bytes()) if folder.data_plan.is_file() else {},
         steps=recorded.steps,
         scalars={name: Series(np.array(steps), np.array(values)) for name, (steps, values) in recorded.scalars.items()},

@@ -39,7 +39,7 @@ class Overview:
 
     name: str
     state: str
-    """launched, not started, training, finished, requeue (saved, start it again), stopped, gave up or failed."""
+    """launched, not started, training, finished, requeue (its job goes on), stopped, gave up or failed."""
     step: int | None = None
     steps: int | None = None
     tokens: int | None = None
@@ -131,7 +131,7 @@ def _overview(run: RunFolder, name: str, queue: Queue) -> Overview:
 
 def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
     try:
-        config = read_saved(run.config)
+        config = read_saved(run.config, known_kinds=False)
     except ConfigError:
         return None
     return config.steps_left(last.get("consumed_samples", 0))
