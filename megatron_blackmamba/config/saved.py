@@ -40,7 +40,7 @@ def from_saved(content: Any, where: str | Path, known_kinds: bool = True) -> Run
     if unknown := unknown_key(migrated):
         raise ConfigError(
             f"{where}: {unknown!r} is unknown to megatron-blackmamba {__version__}: a newer version saved this config."
-            " Upgrade: pip install -U megatron-blackmamba."
+            " Upgrade: git pull, then make -B install."
         )
     try:
         run = RunConfig.model_validate(migrated)

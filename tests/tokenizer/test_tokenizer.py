@@ -245,7 +245,7 @@ def test_missing_tokenizer_asks_the_hub_once(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
-    with pytest.raises(TokenizerError, match="nobody/nothing: .*the Hugging Face hub did not give"):
+    with pytest.raises(TokenizerError, match=r"nobody/nothing: .*the Hugging Face hub did not give"):
         load_tokenizer("nobody/nothing")
     assert not slept
     cached = tmp_path / "cached.json"

@@ -192,7 +192,5 @@ def library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise InterchangeError(
-            "gguf, which writes these files, is not installed: pip install 'megatron-blackmamba[gguf]'"
-        ) from None
+        raise InterchangeError("gguf, which writes these files, is not installed: pip install -e '.[gguf]'") from None
     return gguf
