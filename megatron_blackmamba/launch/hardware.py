@@ -144,8 +144,10 @@ def disk(folder: Path, mebibytes: int, least: float) -> Iterator[Finding]:
                 break
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some space" if full else "give a folder that this user can write: folder=PATH"
-        yield Finding("disk", name, f"{place}: {error}", "problem", advice)
+        advice = (
+            "free some space" if full else "name a folder that you can write to, with --folder and for runs folder=PATH"
+        )
+        yield Finding("disk", name, f"{place}: cannot write here: {error.strerror or error}", "problem", advice)
         return
     except ValueError:
         advice = "what was read is not what was written: do not use this disk"

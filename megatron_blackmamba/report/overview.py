@@ -17,7 +17,7 @@ from megatron_blackmamba.config import ConfigError, read_saved
 from megatron_blackmamba.formats import step_records
 from megatron_blackmamba.formats.branches import trunk_of
 from megatron_blackmamba.formats.evaluations import read_run
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.run_folder import RunFolder, near
 from megatron_blackmamba.report.charts import short
 from megatron_blackmamba.report.history import ReportError
 from megatron_blackmamba.report.state import TAIL, Queue, state_of
@@ -61,7 +61,7 @@ class Overview:
 def overviews(folder: Path) -> list[Overview]:
     """Return the runs in a folder, or the one that it is."""
     if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
+        raise ReportError(f"{folder}: no such folder{near(folder)} Name a folder of runs, such as runs")
     queue = Queue()
     if _is_run(folder):
         run = _overview(RunFolder(folder), folder.resolve().name, queue)

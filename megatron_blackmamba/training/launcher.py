@@ -203,8 +203,8 @@ class _Group:
         if self.out_of_memory:
             has = machine.memory()[0] / 2**30
             return (
-                f"was killed by the kernel: the {len(self._workers)} processes need more than the {has:,.1f} GiB of"
-                " memory here. Use fewer, a smaller training.micro_batch, or training.recompute=layers"
+                f"was killed by the kernel: the run needs more than the {has:,.1f} GiB of memory here. Use fewer"
+                " processes, a smaller training.micro_batch, or training.recompute=layers"
             )
         return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 

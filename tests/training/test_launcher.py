@@ -212,7 +212,7 @@ time.sleep(300)
     code, errors = finish(process)
     assert code == 137, errors
     assert (tmp_path / "tries_1").read_text() == tries
-    assert "rank 1 was killed by the kernel: the 2 processes need more than the 0.2 GiB of memory here. Use" in errors
+    assert "rank 1 was killed by the kernel: the run needs more than the 0.2 GiB of memory here. Use" in errors
 
 
 @pytest.mark.parametrize("code", sorted(exits.FINAL - {0, exits.STOPPED_ON_REQUEST}))
