@@ -86,19 +86,24 @@ class _Scan(torch.autograd.Function):
         dy = torch.zeros_like(p.x) if dy is None else _unit_stride(dy)
         states, _ = _states(p)
         dends, dstart_BHPN = _states(p, dy, dend_BHPN)
-        heads = p.sizes["HEADS"]
-        share = min(heads, triton.cdiv(p.chunks * p.batch * p.G * heads, PROGRAMS))
-        shares = triton.cdiv(heads, share)
         dx, drate = empty_like_rows(p.x.flatten(2)).unflatten(2, p.x.shape[2:]), empty_like_rows(p.rate)
+        parts_BKMH = p.new(p.batch, p.chunks, 3, p.H)
+        triton_backward.of_heads[(p.chunks, p.batch, p.H)](
+            p.x, p.B, p.C, p.rate, p.or_x(p.A_H), p.or_x(p.D_H), p.or_x(p.bias_H), *p.sums, states, dends, dy,
+            dx, drate, parts_BKMH, p.rows, *_strides(p.x, p.B, p.C, dy, dx),
+            *p.rate.stride()[:2], *drate.stride()[:2], p.chunks, **p.sizes, **p.blocks, R=p.R,
+            FROM_DT=p.A_H is not None, HAS_BIAS=p.bias_H is not None, HAS_D=p.D_H is not None, num_warps=4,
+        )  # fmt: skip
+        heads, block_n = p.sizes["HEADS"], min(p.blocks["BLOCK_N"], CHUNK)
+        blocks = triton.cdiv(p.N, block_n)
+        share = min(heads, triton.cdiv(p.chunks * p.batch * p.G * blocks * heads, PROGRAMS))
+        shares = triton.cdiv(heads, share)
         sums = torch.float32 if shares > 1 else p.products
         dB, dC = (empty_like_rows(v.flatten(2), sums, p.G * shares * p.N) for v in (p.B, p.C))
-        parts_BKMH = p.new(p.batch, p.chunks, 3, p.H)
-        triton_backward.gradients[(p.chunks, p.batch, p.G * shares)](
-            p.x, p.B, p.C, p.rate, p.or_x(p.A_H), p.or_x(p.D_H), p.or_x(p.bias_H), *p.sums, states, dends, dy,
-            dx, drate, dB, dC, parts_BKMH, p.rows, *_strides(p.x, p.B, p.C), *p.rate.stride()[:2], *_strides(dy, dx),
-            *drate.stride()[:2], *dB.stride()[:2], *dC.stride()[:2], p.chunks,
-            **p.sizes, **p.blocks, SHARE=share, R=p.R, FROM_DT=p.A_H is not None,
-            HAS_BIAS=p.bias_H is not None, HAS_D=p.D_H is not None, num_warps=8,
+        triton_backward.of_groups[(p.chunks, p.batch, p.G * shares * blocks)](
+            p.x, p.B, p.C, *p.sums, states, dends, dy, dB, dC, p.rows, *_strides(p.x, p.B, p.C, dy),
+            *dB.stride()[:2], *dC.stride()[:2], p.chunks, **p.sizes, BLOCK_P=p.blocks["BLOCK_P"], BLOCK_N=block_n,
+            SHARE=share, R=p.R, WEIGHTED=p.A_H is not None, num_warps=4, num_stages=2,
         )  # fmt: skip
         found = dict(zip(("A_H", "D_H", "dt_bias_H"), parts_BKMH.sum((0, 1)), strict=True))
         found |= {"x_BLHP": dx, "dt_BLH": drate, "initial_state_BHPN": dstart_BHPN}
