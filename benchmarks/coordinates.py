@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import _common
 from benchmarks._trainer import a_run, on_random_tokens
 from megatron_blackmamba import kinds
-from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.config import RunConfig, mup
 
 WIDTHS = (64, 128, 256, 512, 1024)
 LENGTH, SEQUENCES = 64, 4
@@ -96,7 +96,8 @@ def values(run: RunConfig, trainer: Any) -> dict[str, Tensor]:
     model, kept = trainer.trainable.model, {}
     block = model.decoder.layers[-1]
     kind = kinds.kind_of(run.model.pattern[-1])
-    readouts = kind.readouts(run.model) or {}
+    narrower = run.model.mup.model_copy(update={"base_width": run.model.hidden_size // 2})
+    readouts = mup.readouts(kind, run.model.model_copy(update={"mup": narrower}))
 
     def keep(name: str, readout: Sequence[slice]) -> Any:
         def hook(module: Any, inputs: tuple, _: Any) -> None:

@@ -1,7 +1,7 @@
 """Width transfer (µP): initial values and learning rates of a model from those of its base model (docs/width.md).
 
 A matrix whose inputs are `growth` times as many as in the base model has a learning rate that is as many times smaller.
-Its initial deviation falls with the root, and that of rows whose number does not grow (`readouts`) with the growth
+Its initial deviation falls with the root, and that of rows whose number does not grow (readouts) with the growth
 itself. All other parameters stay as they are.
 """
 
@@ -41,9 +41,18 @@ def scale_initial(weight: "Tensor", parameter: str, model: ModelConfig) -> "Tens
     weight *= grown**-0.5
     if mixer := kinds.mixer_of(parameter, model):
         kind, name = mixer
-        for rows in (kind.readouts(model) or {}).get(name, ()):
+        for rows in readouts(kind, model).get(name, ()):
             weight[rows] *= grown**-0.5
     return weight
+
+
+def readouts(kind: kinds.LayerKind, model: ModelConfig) -> dict[str, list[slice]]:
+    """Return the rows whose number is the same in the base model, by the weight's name in the mixer."""
+    before = kind.weights(model.base)
+    return {
+        name: [rows for part, rows in weight.places() if weight.count(part) == before[name].count(part)]
+        for name, weight in kind.weights(model).items()
+    }
 
 
 def problems(run: RunConfig) -> Iterator[str]:
@@ -51,10 +60,10 @@ def problems(run: RunConfig) -> Iterator[str]:
     if run.model.mup.base_width is None:
         return
     for kind in kinds.kinds_in(run.model.pattern):
-        if kind.readouts(run.model) is None:
+        if not kind.widens:
             yield (
                 f"model.mup: {kind.name} layers ({kind.letter}) have no rule for growing widths. Leave"
-                " model.mup.base_width out, or define `readouts` of the kind (docs/extending.md)."
+                " model.mup.base_width out, or set `widens` of the kind (docs/extending.md)."
             )
     if not optimizers.kind_of(run.optimizer.kind).widens:
         able = " or ".join(kind.name for kind in optimizers.all_kinds() if kind.widens)

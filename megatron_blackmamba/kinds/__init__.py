@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.costs import Sizes, Work
-from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Stack
+from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind
+from megatron_blackmamba.kinds.rows import Stack, Weight, by_columns, by_rows, whole
 from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ __all__ = [
     "LayerKind",
     "Sizes",
     "Stack",
+    "Weight",
     "Work",
     "all_kinds",
+    "by_columns",
+    "by_rows",
     "can_cut",
     "check_keys",
     "described",
@@ -41,6 +45,8 @@ __all__ = [
     "unread_keys",
     "unread_switches",
     "unregister",
+    "weight_of",
+    "whole",
 ]
 
 MTP = "extra_depth"
@@ -108,10 +114,19 @@ def mixer_of(parameter: str, model: "ModelConfig") -> tuple[LayerKind, str] | No
     return kind_of(pattern[int(found["layer"])]), found["name"]
 
 
+def weight_of(parameter: str, model: "ModelConfig") -> Weight | Stack | None:
+    """Return what a kind declares of a parameter of a model, or of the stack in its place; None: it is in no mixer."""
+    mixer = mixer_of(parameter, model)
+    if mixer is None:
+        return None
+    kind, name = mixer
+    return kind.stored(model).get(name) or kind.weights(model)[name]
+
+
 def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
     """Return the stacks of every layer by their names in a checkpoint; the parts have their full names."""
     return {
-        f"{layer}.mixer.{name}": Stack(stack.shape, tuple(f"{layer}.mixer.{part}" for part in stack.parts))
+        f"{layer}.mixer.{name}": Stack(stack.weight, tuple(f"{layer}.mixer.{part}" for part in stack.parts))
         for layer, kind in named_layers(model)
         for name, stack in kind.stacks(model).items()
     }

@@ -6,13 +6,14 @@ Q = (H + 2G) C.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, Sizes, Work, kept_by_norms
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ class Attention(LayerKind):
     block = "megatron_blackmamba.model.specs:attention_block"
     rotary = True
     cut = None
+    widens = True
     writes_to_residual = ("linear_proj.weight",)
     entry = '"attention"'
 
@@ -76,14 +78,13 @@ class Attention(LayerKind):
     def part_of(self, parameter: str) -> str:
         return "attention"
 
-    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        D, queries = model.hidden_size, _queries(model)
-        shapes = {"linear_qkv.weight": (queries + 2 * _key_values(model), D), "linear_proj.weight": (D, queries)}
-        norms = dict.fromkeys(QK_NORMS, (head_dim(model),)) if model.attention.qk_norm else {}
-        return {**shapes, **norms}
-
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
-        return {}
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        D, C, groups, queries = model.hidden_size, head_dim(model), kv_heads(model), _queries(model)
+        return {
+            "linear_qkv.weight": replace(by_rows(D, q=queries // groups, k=C, v=C), groups=groups),
+            "linear_proj.weight": by_columns(queries, out=D),
+            **(dict.fromkeys(QK_NORMS, whole(channels=C)) if model.attention.qk_norm else {}),
+        }
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron_blackmamba.costs import READ_WITH_GRADIENTS, SMALL_KERNELS, WRITTEN_AND_READ, Sizes, Work
-from megatron_blackmamba.registry import Cannot, Kind
+from megatron_blackmamba.kinds.rows import Stack, Weight
+from megatron_blackmamba.registry import Cannot, Kind, KindError
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +27,6 @@ class Division(NamedTuple):
     size: int
     axis: str
     """A field of ParallelConfig."""
-
-
-class Stack(NamedTuple):
-    """Parameters that a checkpoint holds as one tensor, stacked on a first axis."""
-
-    shape: tuple[int, ...]
-    """Of the stack. A part is one entry of the first axis, viewed in the parameter's own shape."""
-    parts: tuple[str, ...]
-    """Canonical names, in order."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +127,8 @@ class LayerKind(Kind, ABC):
     """Ends of the names of weights whose output joins the residual stream."""
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Parameters of the mixer that stay fp32 in a bf16 model."""
+    widens: ClassVar[bool] = False
+    """Whether `model.mup` may grow it: the rule is derived for its weights, and rows that do not grow are readouts."""
     elementwise: ClassVar[frozenset[str]] = frozenset()
     """The parts of `flops` that are no matrix products, such as a scan."""
 
@@ -167,15 +161,25 @@ class LayerKind(Kind, ABC):
         """Return the part that a parameter of the mixer belongs to."""
 
     @abstractmethod
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `kinds.rows`."""
+
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        """Return the mixer's parameters: canonical name and whole shape."""
+        """Return the whole shape of each."""
+        weights = self.weights(model)
+        for name, weight in weights.items():
+            if not isinstance(weight, Weight):
+                raise KindError(
+                    f"{type(self).__name__}.weights says {weight} of {name}, but not how tensor parallelism spreads it."
+                    f" Name its rows in by_rows(columns, name=rows), by_columns or whole (docs/extending.md)."
+                )
+        return {name: weight.shape for name, weight in weights.items()}
 
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]] | None:
-        """Return the rows of matrices whose number stays the same in a wider model, by canonical name of the matrix.
-
-        None: this kind has no rule for widths (`model.mup`). An empty answer: every matrix grows on both sides.
-        """
-        return None
+    def stored(self, model: ModelConfig) -> dict[str, Weight | Stack]:
+        """Return the weights as the mixer's module and checkpoints hold them: those that are stacked, as stacks."""
+        stacks = self.stacks(model)
+        parts = {part for stack in stacks.values() for part in stack.parts}
+        return {name: weight for name, weight in self.weights(model).items() if name not in parts} | stacks
 
     def stacks(self, model: ModelConfig) -> dict[str, Stack]:
         """Return the parameters that checkpoints store stacked, by their name there. The others keep their names."""

@@ -8,7 +8,7 @@ F hidden size of an expert, G = 2F gate and up; without a gate, G = F.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_blackmamba import routers
 from megatron_blackmamba.costs import FP32, INT64, Sizes, Work
 from megatron_blackmamba.kinds import mlp
-from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner, Stack
+from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.kinds.rows import Stack, Weight, whole
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ class Experts(LayerKind):
     keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "router", "activation", "gated")
     block = "megatron_blackmamba.model.specs:experts_block"
     cut = None
+    widens = True
     routed = True
     recompute = frozenset({"layers", "experts"})
     writes_to_residual = ("fc2", "linear_fc2.weight")
@@ -83,29 +85,24 @@ class Experts(LayerKind):
         parts = {"router.": "router", "shared_experts.": "shared_expert"}
         return next((part for start, part in parts.items() if parameter.startswith(start)), "experts")
 
-    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
         D, E, F = _sizes(model)
         router = routers.kind_of(model.router.kind)
-        shapes: dict[str, tuple[int, ...]] = {"router.weight": (E, D)} if router.learned else {}
-        shapes |= {"router.bias": (E,)} if router.learned and model.router.bias else {}
-        shapes |= {f"router.{name}": (E,) for name in router.state}
-        for e in range(E):
-            shapes[_expert_weight(e, 1)] = (mlp.rows(model, F), D)
-            shapes[_expert_weight(e, 2)] = (D, F)
-        if shared := model.shared_expert_hidden_size:
-            shapes["shared_experts.linear_fc1.weight"] = (mlp.rows(model, shared), D)
-            shapes["shared_experts.linear_fc2.weight"] = (D, shared)
-        return shapes
+        found = {"router.weight": whole(D, experts=E)} if router.learned else {}
+        found |= {"router.bias": whole(experts=E)} if router.learned and model.router.bias else {}
+        found |= {f"router.{name}": whole(experts=E) for name in router.state}
+        expert, shared = mlp.weights(model, F), model.shared_expert_hidden_size
+        found |= {f"local_experts.{e}.{name}": weight for e in range(E) for name, weight in expert.items()}
+        of_shared = mlp.weights(model, shared) if shared else {}
+        return found | {f"shared_experts.{name}": weight for name, weight in of_shared.items()}
 
     def stacks(self, model: ModelConfig) -> dict[str, Stack]:
-        D, E, F = _sizes(model)
+        _, E, F = _sizes(model)
+        weights = mlp.weights(model, F).values()
         return {
-            "experts.fc1": Stack((E, mlp.rows(model, 1), F, D), tuple(_expert_weight(e, 1) for e in range(E))),
-            "experts.fc2": Stack((E, D, F), tuple(_expert_weight(e, 2) for e in range(E))),
+            f"experts.fc{i}": Stack(weight, tuple(_expert_weight(e, i) for e in range(E)))
+            for i, weight in enumerate(weights, 1)
         }
-
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
-        return {"router.weight": [slice(None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
@@ -158,7 +155,7 @@ class Experts(LayerKind):
         stream, sorted_tokens = at.width * D * at.here, at.width * D * at.here * at.model.top_k
         rows = at.width * at.routed
         router = Work(stream, routers.kind_of(at.model.router.kind).flops(at.model) * at.here)
-        G = mlp.rows(at.model, F)
+        G = F * (mlp.products(at.model) - 1)
         products = [Work(rows * (D + G), 2 * D * G * at.routed), Work(rows * (F + D), 2 * D * F * at.routed)]
         shared = []
         if size := at.model.shared_expert_hidden_size:
@@ -254,9 +251,10 @@ class ExpertsDecoding(Decoding):
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
         import torch
 
-        D, E, F = _sizes(model)
-        fc1_EGD = torch.empty(E, mlp.rows(model, F), D, dtype=dtype, device=device)
-        fc2_EDF = torch.empty(E, D, F, dtype=dtype, device=device)
+        _, E, F = _sizes(model)
+        fc1_EGD, fc2_EDF = (
+            torch.empty(E, *weight.shape, dtype=dtype, device=device) for weight in mlp.weights(model, F).values()
+        )
         for e in range(E):
             fc1_EGD[e] = get(_expert_weight(e, 1), dtype)
             fc2_EDF[e] = get(_expert_weight(e, 2), dtype)

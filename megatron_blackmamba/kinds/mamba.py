@@ -6,13 +6,14 @@ Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolutio
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work, kept_by_norms
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ class Mamba(LayerKind):
         *("init.dt_min", "init.dt_max", "init.dt_floor"),
     )
     cut = None
+    widens = True
     block = "megatron_blackmamba.model.specs:mamba_block"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
@@ -49,25 +51,21 @@ class Mamba(LayerKind):
     def part_of(self, parameter: str) -> str:
         return "mamba"
 
-    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
         D, I, N, K, R = _sizes(model)
-        norms = {f"{name}.weight": (size,) for name, size in zip(NORMS, (R, N, N), strict=True)}
+        norms = {f"{name}.weight": whole(channels=size) for name, size in zip(NORMS, (R, N, N), strict=True)}
         return {
-            "in_proj.weight": (2 * I, D),  # rows [x | z]
-            "conv1d.weight": (I, 1, K),
-            "conv1d.bias": (I,),
-            "x_proj.weight": (R + 2 * N, I),  # rows [dt | B | C]
-            "dt_proj.weight": (I, R),
-            "dt_proj.bias": (I,),
-            "A_log": (I, N),
-            "D": (I,),
-            "out_proj.weight": (D, I),
+            "in_proj.weight": by_rows(D, x=I, z=I),
+            "conv1d.weight": by_rows(1, K, x=I),
+            "conv1d.bias": by_rows(x=I),
+            "x_proj.weight": x_proj(model),
+            "dt_proj.weight": by_rows(R, x=I),
+            "dt_proj.bias": by_rows(x=I),
+            "A_log": by_rows(N, x=I),
+            "D": by_rows(x=I),
+            "out_proj.weight": by_columns(I, out=D),
             **(norms if model.mamba_norms else {}),
         }
-
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
-        """Return B and C, which all channels share; and dt if its rank is fixed."""
-        return {"x_proj.weight": [slice(0 if model.dt_rank else model.dt_rank_or_default, None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
@@ -185,6 +183,11 @@ def initial_dt_bias(shape: tuple[int, ...], model: ModelConfig, random: torch.Ge
     low, high = math.log(model.init.dt_min), math.log(model.init.dt_max)
     dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=model.init.dt_floor)
     return dt + torch.log(-torch.expm1(-dt))
+
+
+def x_proj(model: ModelConfig) -> Weight:
+    """Return the matrix whose outputs all channels share."""
+    return by_columns(model.inner_size, dt=model.dt_rank_or_default, B=model.state_size, C=model.state_size)
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int, int]:
@@ -313,7 +316,7 @@ class MambaDecoding(Decoding):
 
 
 def _dt_B_C(x: Tensor, layer: MambaLayer, model: ModelConfig) -> tuple[Tensor, ...]:
-    dt, B, C = x.split([model.dt_rank_or_default, model.state_size, model.state_size], dim=-1)
+    dt, B, C = x_proj(model).split(x)
     if not isinstance(layer, NormedMambaLayer):
         return dt, B, C
     weights = (layer.dt_norm_R, layer.B_norm_N, layer.C_norm_N)

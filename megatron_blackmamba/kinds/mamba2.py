@@ -9,7 +9,7 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_blackmamba.costs import FP32, Sizes
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 from megatron_blackmamba.kinds.mamba import NORMS, initial_dt_bias, normed
+from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class Mamba2(LayerKind):
     elementwise = frozenset({"convolution"})
     entry = '"mamba2"'
     cut = None
+    widens = True
 
     def problems(self, model: ModelConfig) -> list[str]:
         head_dim, groups = model.mamba2.head_dim, model.mamba2.groups
@@ -64,25 +66,19 @@ class Mamba2(LayerKind):
     def part_of(self, parameter: str) -> str:
         return "mamba2"
 
-    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
         I, H, GN = sizes(model)
-        Q = I + 2 * GN
         return {
-            "in_proj.weight": (I + Q + H, model.hidden_size),  # rows [z | x | B | C | dt]
-            "conv1d.weight": (Q, 1, model.conv_kernel),  # rows [x | B | C]
-            "conv1d.bias": (Q,),
-            "dt_bias": (H,),
-            "A_log": (H,),
-            "D": (H,),
-            "norm.weight": (I,),
-            "out_proj.weight": (model.hidden_size, I),
-            **({f"{name}.weight": (GN,) for name in NORMS[1:]} if model.mamba_norms else {}),
+            "in_proj.weight": in_proj(model),
+            "conv1d.weight": by_rows(1, model.conv_kernel, x=I, B=GN, C=GN),
+            "conv1d.bias": by_rows(x=I, B=GN, C=GN),
+            "dt_bias": by_rows(heads=H),
+            "A_log": by_rows(heads=H),
+            "D": by_rows(heads=H),
+            "norm.weight": by_rows(x=I),
+            "out_proj.weight": by_columns(I, out=model.hidden_size),
+            **({f"{name}.weight": by_rows(channels=GN) for name in NORMS[1:]} if model.mamba_norms else {}),
         }
-
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
-        """Return B and C, which all heads of a group share; heads become more with the width, so dt grows."""
-        I, _, GN = sizes(model)
-        return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * GN)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
@@ -180,6 +176,11 @@ def sizes(model: ModelConfig) -> tuple[int, int, int]:
     return heads * model.mamba2.head_dim, heads, model.mamba2.groups * model.mamba2.state_size
 
 
+def in_proj(model: ModelConfig) -> Weight:
+    I, H, GN = sizes(model)
+    return by_rows(model.hidden_size, z=I, x=I, B=GN, C=GN, dt=H)
+
+
 def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
     """Return dt such that softplus(dt + bias) is at least `least`."""
     if not least:
@@ -250,7 +251,7 @@ class Mamba2Decoding(Decoding):
         from megatron_blackmamba.ops.ssd import ssd_step
 
         window_BWQ, state_BHPN = memory
-        z_BI, xBC_BQ, dt_BH = _parts(run.times(x_BD, layer.in_proj), run.config)
+        z_BI, xBC_BQ, dt_BH = in_proj(run.config).split(run.times(x_BD, layer.in_proj), "z", "x B C", "dt")
         dt_BH = bounded(dt_BH, layer.dt_bias_H, run.config.mamba2.time_step_min)
         xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
         x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, layer, run.config)
@@ -264,7 +265,7 @@ class Mamba2Decoding(Decoding):
 
         keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWQ, state_BHPN = memory
-        z_BLI, xBC_BLQ, dt_BLH = _parts(product(x_BLD, layer.in_proj), run.config)
+        z_BLI, xBC_BLQ, dt_BLH = in_proj(run.config).split(product(x_BLD, layer.in_proj), "z", "x B C", "dt")
         dt_BLH = bounded(dt_BLH, layer.dt_bias_H, run.config.mamba2.time_step_min)
         if keep_BL1 is not None:
             xBC_BLQ = xBC_BLQ * keep_BL1
@@ -296,20 +297,13 @@ class Mamba2Decoding(Decoding):
         return product(_normed(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
 
 
-def _parts(zxBCdt: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
-    """Split in_proj's output into z, the input of the convolution, and dt."""
-    I, H, GN = sizes(model)
-    return zxBCdt.split([I, I + 2 * GN, H], dim=-1)
-
-
 def _x_B_C(xBC: Tensor, layer: Mamba2Layer, model: ModelConfig) -> tuple[Tensor, ...]:
-    I, H, GN = sizes(model)
-    x, B, C = xBC.split([I, GN, GN], dim=-1)
+    x, B, C = in_proj(model).split(xBC, "x", "B", "C")
     groups = (model.mamba2.groups, -1)
     B, C = B.unflatten(-1, groups), C.unflatten(-1, groups)
     if isinstance(layer, NormedMamba2Layer):
         B, C = normed(B, layer.B_norm_GN, model.norm_eps), normed(C, layer.C_norm_GN, model.norm_eps)
-    return x.unflatten(-1, (H, -1)), B, C
+    return x.unflatten(-1, (-1, model.mamba2.head_dim)), B, C
 
 
 def _normed(y: Tensor, z: Tensor, layer: Mamba2Layer, model: ModelConfig) -> Tensor:

@@ -9,7 +9,7 @@ X = 2I + 2RGN + 3H + S rows of in_proj.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_blackmamba.costs import FP32, Sizes, Work
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
 from megatron_blackmamba.kinds.mamba import initial_dt_bias, normed
+from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ class Mamba3(LayerKind):
     elementwise = frozenset({"rotations"})
     entry = '"mamba3"'
     cut = None
+    widens = True
 
     def problems(self, model: ModelConfig) -> list[str]:
         head_dim, groups = model.mamba3.head_dim, model.mamba3.groups
@@ -68,25 +70,20 @@ class Mamba3(LayerKind):
     def part_of(self, parameter: str) -> str:
         return "mamba3"
 
-    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
         I, N, R = model.inner_size, model.mamba3.state_size, model.mamba3.rank
         H = I // model.mamba3.head_dim
         return {
-            "in_proj.weight": (sum(rows(model)), model.hidden_size),  # rows [z | x | B | C | dt | A | trap | angle]
-            "dt_bias": (H,),
-            "B_bias": (H, R, N),
-            "C_bias": (H, R, N),
-            "D": (H,),
-            **(dict.fromkeys(MIX, (H, R, model.mamba3.head_dim)) if R > 1 else {}),
-            **{f"{name}.weight": (N,) for name in NORMS},
-            **({"norm.weight": (I,)} if model.mamba3.output_norm else {}),
-            "out_proj.weight": (model.hidden_size, I),
+            "in_proj.weight": in_proj(model),
+            "dt_bias": by_rows(heads=H),
+            "B_bias": by_rows(R, N, heads=H),
+            "C_bias": by_rows(R, N, heads=H),
+            "D": by_rows(heads=H),
+            **(dict.fromkeys(MIX, by_rows(R, model.mamba3.head_dim, heads=H)) if R > 1 else {}),
+            **{f"{name}.weight": whole(channels=N) for name in NORMS},
+            **({"norm.weight": by_rows(x=I)} if model.mamba3.output_norm else {}),
+            "out_proj.weight": by_columns(I, out=model.hidden_size),
         }
-
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
-        """Return B and C, which all heads of a group share, and the angles, which all heads share."""
-        I, RGN, _, S = _sizes(model)
-        return {"in_proj.weight": [slice(2 * I, 2 * I + 2 * RGN), slice(-S, None)]}
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
@@ -109,7 +106,7 @@ class Mamba3(LayerKind):
         whole, rest = divmod(sequence, chunk)
         pairs = R * R * (whole * chunk**2 + rest**2) / sequence  # of rows, for each token
         return {
-            "mamba3_projections": 2 * D * sum(rows(model)) + 2 * I * D,
+            "mamba3_projections": 2 * D * in_proj(model).shape[0] + 2 * I * D,
             "rotations": 2 * 6 * R * H * angles(model),
             "ssd": round(2 * pairs * (H * N + I)) + 4 * R * I * N,
         }
@@ -125,7 +122,7 @@ class Mamba3(LayerKind):
         (I, RGN, H, S), R = _sizes(at.model), at.model.mamba3.rank
         width, wide = at.width, max(at.width, FP32)
         copies = 1 if width == wide else 2  # a norm keeps its input in fp32
-        each = width * (sum(rows(at.model)) + (1 + R) * I + 2 * RGN)
+        each = width * (in_proj(at.model).shape[0] + (1 + R) * I + 2 * RGN)
         each += width * I if R == 1 else wide * (3 * R + copies - 1) * I
         each += wide * (9 * H + 2 * S + H * S + copies * 2 * RGN + 2 * R * at.model.mamba3.groups)
         if at.model.mamba3.output_norm:
@@ -148,7 +145,7 @@ class Mamba3(LayerKind):
         D, (I, _, H, S), N = at.model.hidden_size, _sizes(at.model), at.model.mamba3.state_size
         projections = [
             Work(at.width * at.whole * (D + size // at.tensor), 2 * D * size * at.whole // at.tensor)
-            for size in (sum(rows(at.model)), I)
+            for size in (in_proj(at.model).shape[0], I)
         ]
         there, back = costs.passes(at, I // at.tensor, H // at.tensor, N, S, at.model.mamba3.rank)
         return [*projections, there], [*projections, *projections, back]
@@ -185,10 +182,11 @@ def angles(model: ModelConfig) -> int:
     return int(model.mamba3.state_size * model.mamba3.rope_fraction) // 2
 
 
-def rows(model: ModelConfig) -> list[int]:
-    """Return the rows of in_proj: z, x, B, C, dt, A, trap, angle."""
+def in_proj(model: ModelConfig) -> Weight:
+    """Return the matrix in front of the scan; each of the R ranks of B and C is split by itself."""
     I, RGN, H, S = _sizes(model)
-    return [I, I, RGN, RGN, H, H, H, S]
+    ranks = (RGN // model.mamba3.rank,) * model.mamba3.rank
+    return by_rows(model.hidden_size, z=I, x=I, B=ranks, C=ranks, dt=H, A=H, trap=H, angle=S)
 
 
 def _sizes(model: ModelConfig) -> tuple[int, int, int, int]:
@@ -275,7 +273,7 @@ def _parts(projected: Tensor, layer: Mamba3Layer, model: ModelConfig) -> tuple[T
     """Split in_proj's output into z, x, B, C and the rates."""
     from megatron_blackmamba.ops.mamba3 import Rates
 
-    z, x, B, C, dt, A, trap, angle = projected.split(rows(model), dim=-1)
+    z, x, B, C, dt, A, trap, angle = in_proj(model).split(projected)
     groups = (model.mamba3.rank, model.mamba3.groups, -1)
     B = normed(B.unflatten(-1, groups), layer.B_norm_N, model.norm_eps)
     C = normed(C.unflatten(-1, groups), layer.C_norm_N, model.norm_eps)

@@ -5,13 +5,14 @@ Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up; without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import Sizes
 from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 
-def rows(model: ModelConfig, hidden: int) -> int:
-    """Return the rows of fc1, [gate | up] or all of them without a gate."""
-    return 2 * hidden if model.gated else hidden
+def weights(model: ModelConfig, hidden: int) -> dict[str, Weight]:
+    """Return the two matrices of an MLP."""
+    D, rows = model.hidden_size, {"gate": hidden, "up": hidden} if model.gated else {"up": hidden}
+    return {"linear_fc1.weight": by_rows(D, **rows), "linear_fc2.weight": by_columns(hidden, out=D)}
 
 
 def products(model: ModelConfig) -> int:
@@ -46,6 +48,7 @@ class MLP(LayerKind):
     letter, name = "-", "dense MLP"
     keys = ("mlp_hidden_size", "activation", "gated")
     cut = None
+    widens = True
     block = "megatron_blackmamba.model.specs:mlp_block"
     writes_to_residual = ("linear_fc2.weight",)
     entry = '"mlp"'
@@ -62,12 +65,8 @@ class MLP(LayerKind):
     def part_of(self, parameter: str) -> str:
         return "mlp"
 
-    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
-        D, F = model.hidden_size, model.mlp_hidden_size or 0
-        return {"linear_fc1.weight": (rows(model, F), D), "linear_fc2.weight": (D, F)}
-
-    def readouts(self, model: ModelConfig) -> Mapping[str, Sequence[slice]]:
-        return {}
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        return weights(model, model.mlp_hidden_size or 0)
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None

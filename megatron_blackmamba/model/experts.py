@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.config import MegatronConfig
-from megatron_blackmamba.model.sharding import empty, sharded, stacked
+from megatron_blackmamba.model.sharding import empty, stacked
 from megatron_blackmamba.ops.experts import grouped_experts
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 
@@ -31,7 +30,6 @@ class GroupedExperts(MegatronModule):
         name: str | None = None,
     ):
         super().__init__(config)
-        self.groups = pg_collection
         self.activation, self.gate = config.described.activation, config.described.gated
         self.backend = "fp8" if config.kernels.linear == "fp8" else "auto"
         hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
@@ -39,7 +37,7 @@ class GroupedExperts(MegatronModule):
         self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
-        parameter: Any = stacked(sharded(empty(*shape, dtype=self.config.params_dtype), 2))  # once in the gradient norm
+        parameter: Any = stacked(empty(*shape, dtype=self.config.params_dtype))
         # Experts are reduced over the ranks that hold the same experts, at every layout: with `allreduce` set when
         # expert parallelism is off, megatron-core lets replicas on tensor-parallel ranks drift apart.
         parameter.allreduce = False
@@ -60,20 +58,3 @@ class GroupedExperts(MegatronModule):
 
     def backward_dw(self) -> None:
         """Do nothing: weight gradients are computed in the backward pass."""
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        expert_axis = (0, self.groups.ep.rank(), self.groups.ep.size())
-        tensor_rank, tensor_size = self.groups.expt_tp.rank(), self.groups.expt_tp.size()
-        replica = (0, 0, self.groups.expt_dp.rank())
-        return {
-            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}",
-                parameter,
-                *sharded_offsets,
-                expert_axis,
-                (2, tensor_rank, tensor_size),
-                replica_id=replica,
-                prepend_axis_num=len(sharded_offsets),
-            )
-            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
-        }

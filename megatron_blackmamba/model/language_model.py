@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.kinds import Stack, Weight, kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.mtp import ExtraDepth
@@ -167,7 +167,8 @@ class LanguageModel(LanguageModule):
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__ = deepcopy(self.__dict__, memo)
         for parameter, its in zip(self.parameters(), copied.parameters(), strict=True):
-            vars(its).update({name: mark for name, mark in vars(parameter).items() if isinstance(mark, int)})
+            marks = {name: mark for name, mark in vars(parameter).items() if isinstance(mark, (int, Weight, Stack))}
+            vars(its).update(marks)
         return copied
 
     def embedded(self, tokens_BS: Tensor) -> Tensor:

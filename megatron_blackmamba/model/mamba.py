@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.engine.checked import replace
-from megatron_blackmamba.kinds.mamba import NORMS
+from megatron_blackmamba.kinds.mamba import NORMS, x_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.norms import RMSNorm
-from megatron_blackmamba.model.sharding import empty, replicated, sharded, sharded_mixer, without_decay
+from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
@@ -37,7 +37,6 @@ from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -58,8 +57,7 @@ class Channels(nn.Module):
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
         super().__init__()
-        self.weight = sharded(weight, 0)
-        self.bias = without_decay(sharded(bias, 0))
+        self.weight, self.bias = weight, without_decay(bias)
 
 
 class Convolution(Channels):
@@ -106,8 +104,6 @@ class MambaMixer(MegatronModule):
         model = config.described
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
-        self.state_size = model.state_size
-        self.dt_rank = model.dt_rank_or_default
         self.backend = config.kernels.scan
         self.keep_states = config.kernels.scan_states == "keep"
         inner, local = model.inner_size, model.inner_size // self.tp_group.size()
@@ -116,20 +112,21 @@ class MambaMixer(MegatronModule):
         self.conv1d = ConvolutionOfRows(
             empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
         )
-        self.parts = [self.dt_rank, model.state_size, model.state_size]
-        self.x_proj = row(submodules.x_proj, inner, sum(self.parts), config, self.tp_group, writes_to_residual=False)
+        self.shared = x_proj(model)
+        outputs = self.shared.shape[0]
+        self.x_proj = row(submodules.x_proj, inner, outputs, config, self.tp_group, writes_to_residual=False)
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
         replace(self.x_proj, "sequence_parallel", False)
-        self.norms = dict(zip(NORMS, self.parts, strict=True)) if model.mamba_norms else {}
-        for name, size in self.norms.items():
-            norm = RMSNorm(config, size, config.layernorm_epsilon)
+        self.norms = NORMS if model.mamba_norms else ()
+        for name, part in zip(self.norms, self.shared.rows, strict=False):
+            norm = RMSNorm(config, self.shared.count(part), config.layernorm_epsilon)
             replicated(norm.weight, sequence_parallel=False)  # every rank has the whole sum of the whole sequence
             self.add_module(name, norm)
         self.dt_proj = DeltaProjection(
-            empty(local, self.dt_rank, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
+            empty(local, model.dt_rank_or_default, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
         )
-        self.A_log = without_decay(sharded(empty(local, model.state_size, dtype=config.full_precision), 0))
-        self.D = without_decay(sharded(empty(local, dtype=config.full_precision), 0))
+        self.A_log = without_decay(empty(local, model.state_size, dtype=config.full_precision))
+        self.D = without_decay(empty(local, dtype=config.full_precision))
         self.out_proj = row(submodules.out_proj, inner, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
@@ -139,10 +136,10 @@ class MambaMixer(MegatronModule):
 
         dtBC_SB, _ = self.x_proj(halves.x_BLI.transpose(0, 1))
         if self.norms:
-            parts = zip(self.norms, dtBC_SB.split(self.parts, dim=-1), strict=True)
+            parts = zip(self.norms, self.shared.split(dtBC_SB), strict=True)
             dtBC_SB = torch.cat([getattr(self, name)(part) for name, part in parts], dim=-1)
         dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
-        dt_SBR, B_SBN, C_SBN = dtBC_SB.split(self.parts, dim=-1)
+        dt_SBR, B_SBN, C_SBN = self.shared.split(dtBC_SB)
         delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
 
         scan: Any = selective_scan
@@ -165,11 +162,3 @@ class MambaMixer(MegatronModule):
         )
         out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
         return out_SBD
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = ("A_log", "D", "conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias")
-        modules = ("in_proj", "x_proj", "out_proj", *self.norms)
-        state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
-        in_proj = f"{prefix}in_proj.weight"
-        state[in_proj] = apply_swiglu_sharded_factory(state[in_proj], sharded_offsets)
-        return state

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_blackmamba.kinds.mamba import NORMS
-from megatron_blackmamba.kinds.mamba2 import bounded, sizes
+from megatron_blackmamba.kinds.mamba2 import bounded, in_proj, sizes
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.mamba import Convolution
-from megatron_blackmamba.model.sharding import empty, sharded, sharded_by_parts, sharded_mixer, without_decay
+from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.ssd import ssd
@@ -49,7 +49,7 @@ class GatedNorm(nn.Module):
     def __init__(self, channels: int, groups: int, config: MegatronConfig):
         super().__init__()
         self.groups, self.eps = groups, config.layernorm_epsilon
-        self.weight = without_decay(sharded(empty(channels, dtype=config.params_dtype), 0))
+        self.weight = without_decay(empty(channels, dtype=config.params_dtype))
 
     def forward(self, x_BSI: Tensor, gate_BSI: Tensor) -> Tensor:
         return gated_rms_norm(x_BSI, gate_BSI, self.weight, self.groups, self.eps)
@@ -61,7 +61,7 @@ class GroupNorm(nn.Module):
     def __init__(self, channels: int, groups: int, config: MegatronConfig):
         super().__init__()
         self.groups, self.eps = groups, config.layernorm_epsilon
-        self.weight = without_decay(sharded(empty(channels, dtype=config.params_dtype), 0))
+        self.weight = without_decay(empty(channels, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         compute = torch.promote_types(x.dtype, torch.float32)
@@ -84,37 +84,29 @@ class Mamba2Mixer(MegatronModule):
         self.context = several(pg_collection.cp)
         self.backend = config.kernels.ssd
         ranks = self.tp_group.size()
-        inner, heads, _ = sizes(model)
+        inner, whole = sizes(model)[0], in_proj(model)
         self.groups, self.time_step_min = model.mamba2.groups // ranks, model.mamba2.time_step_min
-        self.inner, self.heads, shared = inner // ranks, heads // ranks, self.groups * model.mamba2.state_size
-        self.convolved = [self.inner, shared, shared]  # x, B, C
-
-        self.in_proj = column(
-            submodules.in_proj,
-            model.hidden_size,
-            ranks * (self.inner + sum(self.convolved) + self.heads),
-            config,
-            self.tp_group,
-        )
-        channels = sum(self.convolved)
+        self.rows = whole.share(ranks)
+        channels, self.heads = self.rows.count("x B C"), self.rows.count("dt")
+        self.in_proj = column(submodules.in_proj, model.hidden_size, whole.shape[0], config, self.tp_group)
         self.conv1d = Convolution(
             empty(channels, 1, model.conv_kernel, dtype=config.params_dtype),
             empty(channels, dtype=config.params_dtype),
         )
         self.dt_bias, self.A_log, self.D = (
-            without_decay(sharded(empty(self.heads, dtype=config.full_precision), 0)) for _ in range(3)
+            without_decay(empty(self.heads, dtype=config.full_precision)) for _ in range(3)
         )
         self.norms = NORMS[1:] if model.mamba_norms else ()
         for name in self.norms:
-            self.add_module(name, GroupNorm(shared, self.groups, config))
-        self.norm = GatedNorm(self.inner, self.groups, config)
+            self.add_module(name, GroupNorm(self.rows.count("B"), self.groups, config))
+        self.norm = GatedNorm(inner // ranks, self.groups, config)
         self.out_proj = row(submodules.out_proj, inner, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         zxBCdt_SB, _ = self.in_proj(hidden_SBD)
-        z_BSI, xBC_BSQ, dt_BSH = zxBCdt_SB.transpose(0, 1).split([self.inner, sum(self.convolved), self.heads], dim=-1)
-        x_BSI, B_BS, C_BS = self.conv1d(xBC_BSQ, reset_BS, self.context).split(self.convolved, dim=-1)
+        z_BSI, xBC_BSQ, dt_BSH = self.rows.split(zxBCdt_SB.transpose(0, 1), "z", "x B C", "dt")
+        x_BSI, B_BS, C_BS = self.rows.split(self.conv1d(xBC_BSQ, reset_BS, self.context), "x", "B", "C")
         if self.norms:
             B_BS, C_BS = (getattr(self, name)(part) for name, part in zip(self.norms, (B_BS, C_BS), strict=True))
         scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
@@ -132,17 +124,3 @@ class Mamba2Mixer(MegatronModule):
         y_BSI = self.norm(y_BSHP.flatten(2), z_BSI)
         out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
         return out_SBD
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = ["dt_bias", "A_log", "D", "norm.weight", "conv1d.weight", "conv1d.bias"]
-        own += [f"{name}.weight" for name in self.norms]
-        modules = ("in_proj", "out_proj")
-        state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
-        parts = {
-            "in_proj.weight": [self.inner, *self.convolved, self.heads],
-            "conv1d.weight": self.convolved,
-            "conv1d.bias": self.convolved,
-        }
-        for name, rows in parts.items():
-            state[prefix + name] = sharded_by_parts(state[prefix + name], rows, self.tp_group.rank())
-        return state

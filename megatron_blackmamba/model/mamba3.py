@@ -18,18 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_blackmamba.kinds.mamba3 import BIASES, MIX, NORMS, rows
+from megatron_blackmamba.kinds.mamba3 import MIX, NORMS, in_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.mamba2 import GroupNorm
-from megatron_blackmamba.model.sharding import (
-    empty,
-    replicated,
-    sharded,
-    sharded_by_parts,
-    sharded_mixer,
-    without_decay,
-)
+from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.mamba3 import Rates, gated, mamba3
 
@@ -75,17 +68,19 @@ class Mamba3Mixer(MegatronModule):
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
         ranks = self.tp_group.size()
-        self.rows = [size // ranks for size in rows(model)]
+        whole = in_proj(model)
+        self.rows = whole.share(ranks)
         self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor
-        inner, heads, N, R = self.rows[0], self.rows[4], model.mamba3.state_size, model.mamba3.rank
+        inner, heads = self.rows.count("x"), self.rows.count("dt")
+        N, R = model.mamba3.state_size, model.mamba3.rank
         self.rank = R
 
-        self.in_proj = column(submodules.in_proj, model.hidden_size, sum(rows(model)), config, self.tp_group)
+        self.in_proj = column(submodules.in_proj, model.hidden_size, whole.shape[0], config, self.tp_group)
         shapes = {"dt_bias": (heads,), "B_bias": (heads, R, N), "C_bias": (heads, R, N), "D": (heads,)}
         for name, shape in shapes.items():
-            self.register_parameter(name, without_decay(sharded(empty(*shape, dtype=config.full_precision), 0)))
+            self.register_parameter(name, without_decay(empty(*shape, dtype=config.full_precision)))
         for name in MIX:
-            factors = sharded(empty(heads, R, model.mamba3.head_dim, dtype=config.full_precision), 0)
+            factors = empty(heads, R, model.mamba3.head_dim, dtype=config.full_precision)
             self.register_parameter(name, without_decay(factors) if R > 1 else None)
         for name in NORMS:
             self.add_module(name, SharedNorm(N, config, self.tp_group))
@@ -95,7 +90,7 @@ class Mamba3Mixer(MegatronModule):
     def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         projected_SB, _ = self.in_proj(hidden_SBD)
-        z_BSI, x_BSI, *shared, dt, A, trap, angle = projected_SB.transpose(0, 1).split(self.rows, dim=-1)
+        z_BSI, x_BSI, *shared, dt, A, trap, angle = self.rows.split(projected_SB.transpose(0, 1))
         if self.tp_group.size() > 1:
             angle = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
         rows = (self.rank, self.groups, -1)
@@ -118,13 +113,3 @@ class Mamba3Mixer(MegatronModule):
             y = self.norm(y.flatten(-2)).unflatten(-1, y.shape[-2:])
         out_SBD, _ = self.out_proj(gated(y, z_BSI, self.mimo_z, self.mimo_o).transpose(0, 1).contiguous())
         return out_SBD
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        own = [*BIASES, "D", *(MIX if self.rank > 1 else ()), *(["norm.weight"] if self.norm is not None else [])]
-        modules = ("in_proj", "out_proj", *NORMS)
-        state = sharded_mixer(self, own, modules, prefix, sharded_offsets, metadata, self.tp_group)
-        in_proj = f"{prefix}in_proj.weight"
-        z, x, B, C, *others = self.rows
-        parts = [z, x, *[B // self.rank] * self.rank, *[C // self.rank] * self.rank, *others]
-        state[in_proj] = sharded_by_parts(state[in_proj], parts, self.tp_group.rank())
-        return state

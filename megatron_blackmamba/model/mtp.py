@@ -47,6 +47,7 @@ class ExtraDepth(MegatronModule):
             build_module(
                 submodules.blocks[letter],
                 config=config,
+                kind=kind_of(letter),
                 layer_number=config.num_layers,  # megatron-core's logs have no row for more
                 pg_collection=pg_collection,
                 recompute=config.recompute in kind_of(letter).recompute,

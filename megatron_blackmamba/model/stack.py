@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.kinds import kind_of
+from megatron_blackmamba.kinds import LayerKind, kind_of
 from megatron_blackmamba.model.config import MegatronConfig
-from megatron_blackmamba.model.sharding import sharded_modules
+from megatron_blackmamba.model.sharding import sharded_mixer, sharded_modules
 from megatron_blackmamba.ops.attention import Documents
 
 from megatron.core import tensor_parallel
@@ -50,6 +50,7 @@ class Block(MegatronModule):
         self,
         config: MegatronConfig,
         submodules: BlockSubmodules,
+        kind: LayerKind,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
         recompute: bool = False,
@@ -57,7 +58,8 @@ class Block(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number = layer_number
-        self.tp_group = pg_collection.tp
+        self.groups = pg_collection
+        self.kind = kind
         self.recompute = recompute
         self.multiplier = config.described.multipliers.residual
         self.norm: Any = (
@@ -96,6 +98,13 @@ class Block(MegatronModule):
         residual_SBD = added(residual_SBD, branch_SBD)
         x_SBD = residual_SBD if shared_SBD is None else shared_SBD
         return residual_SBD, tensor_parallel.checkpoint(mixed, False, x_SBD) if recompute else mixed(x_SBD)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        norm = {"norm.": self.norm} if self.norm is not None else {}
+        declared = self.kind.stored(self.config.described)
+        return sharded_modules(norm, prefix, sharded_offsets, metadata, self.groups.tp) | sharded_mixer(
+            self.mixer, declared, f"{prefix}mixer.", metadata, self.groups
+        )
 
 
 class MambaBlock(Block):
@@ -148,6 +157,7 @@ class Stack(MegatronModule):
             block = build_module(
                 submodules.blocks[pattern[i]],
                 config=config,
+                kind=kind_of(pattern[i]),
                 layer_number=i + 1,
                 pg_collection=pg_collection,
                 recompute=config.recompute in kind_of(pattern[i]).recompute,

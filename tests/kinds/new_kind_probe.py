@@ -18,13 +18,16 @@ from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.plan import flops, memory, parameters
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import world
+from tests.kinds.fused import Fused
 from tests.kinds.running_mean import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
 kinds.register(RunningMean)
+kinds.register(Fused)
 STEPS, EOD = 6, 3
 RUN = ["model.pattern=MAEA", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 FP64 = ["training.precision=fp64"]  # layouts are compared in it: no rounding decides between two experts
+FUSED = [*FP64, "model.pattern=FE"]
 RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "logging.tensorboard=false"]
 
 
@@ -107,6 +110,9 @@ def main(folder: Path) -> dict:
         "tp2_fp64": (2, lambda: trained(folder, "tp2_fp64", *FP64, "parallel.tensor=2")),
         "stopped": (1, lambda: trained(folder, "again", "training.stop_after_steps=3")),
         "resumed": (1, lambda: trained(folder, "again")),
+        "fused": (1, lambda: trained(folder, "fused", *FUSED)),
+        "fused_stopped": (1, lambda: trained(folder, "moved", *FUSED, "training.stop_after_steps=3")),
+        "fused_moved": (2, lambda: trained(folder, "moved", *FUSED, "parallel.tensor=2")),
         "counted": (1, counted),
         "planned": (1, planned),
         "decoded": (1, lambda: [decoded(folder, None), decoded(folder, EOD)]),
@@ -114,7 +120,8 @@ def main(folder: Path) -> dict:
         "refused": (1, lambda: refused(folder)),
     }
     answers = {name: fork_ranks(ranks, body)[0] for name, (ranks, body) in jobs.items()}
-    return answers | {"losses": {name: losses(folder, name) for name in ("solo", "again", "solo_fp64", "tp2_fp64")}}
+    names = ("solo", "again", "solo_fp64", "tp2_fp64", "fused", "moved")
+    return answers | {"losses": {name: losses(folder, name) for name in names}}
 
 
 if __name__ == "__main__":

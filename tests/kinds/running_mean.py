@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds import Cannot, Decoding, Division, LayerKind
+from megatron_blackmamba.kinds import Cannot, Decoding, Division, LayerKind, by_columns, by_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,9 +26,9 @@ class RunningMean(LayerKind):
     def part_of(self, parameter):
         return "mean"
 
-    def shapes(self, model):
+    def weights(self, model):
         D = model.hidden_size
-        return {"in_proj.weight": (D, D), "gain": (D,), "out_proj.weight": (D, D)}
+        return {"in_proj.weight": by_rows(D, x=D), "gain": by_rows(x=D), "out_proj.weight": by_columns(D, out=D)}
 
     def initial(self, name, shape, model, random):
         import torch
@@ -54,44 +54,40 @@ class RunningMean(LayerKind):
 
 
 def block(model, kernels):
+    return block_of(kernels, 1, mean)
+
+
+def mean(mixer, product_SBI, reset_BS):
     import torch
 
+    x_BSI = product_SBI.transpose(0, 1).to(mixer.config.full_precision)
+    mean_BSI = sums(x_BSI, reset_BS) / sums(torch.ones_like(x_BSI[..., :1]), reset_BS)
+    return mean_BSI.to(product_SBI.dtype) * mixer.gain
+
+
+def block_of(kernels, parts, compute):
+    """The spec of a block with as many parts of D rows in its first matrix."""
     from megatron_blackmamba.model import specs
-    from megatron_blackmamba.model.sharding import empty, sharded, without_decay
+    from megatron_blackmamba.model.linears import column, row
+    from megatron_blackmamba.model.sharding import empty, without_decay
     from megatron_blackmamba.model.stack import Block
 
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
-    column, row = specs.linears(kernels.linear)
+    first, last = specs.linears(kernels.linear)
 
     class Mixer(MegatronModule):
         def __init__(self, config, layer_number, pg_collection):
             super().__init__(config)
-            D = config.hidden_size
-            how = {"config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": False}
-            how |= {"is_expert": False, "tp_group": pg_collection.tp}
-            self.tp_group = pg_collection.tp
-            channels = D // self.tp_group.size()  # of this rank
-            self.gain = without_decay(sharded(empty(channels, dtype=config.params_dtype), 0))
-            self.in_proj = build_module(column, D, D, gather_output=False, **how)
-            self.out_proj = build_module(row, D, D, input_is_parallel=True, **how)
+            D, tp_group = config.hidden_size, pg_collection.tp
+            self.gain = without_decay(empty(D // tp_group.size(), dtype=config.params_dtype))  # of this rank
+            self.in_proj = column(first, D, parts * D, config, tp_group)
+            self.out_proj = row(last, D, D, config, tp_group)
 
         def forward(self, hidden_SBD, reset_BS):
-            x_SBI, _ = self.in_proj(hidden_SBD)
-            x_BSI = x_SBI.transpose(0, 1).to(self.config.full_precision)
-            mean_BSI = sums(x_BSI, reset_BS) / sums(torch.ones_like(x_BSI[..., :1]), reset_BS)
-            y_SBI = mean_BSI.transpose(0, 1).to(x_SBI.dtype) * self.gain
-            return self.out_proj(y_SBI.contiguous())[0]
-
-        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # has the linears, and gain unsharded
-            groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
-            own = make_sharded_tensors_for_checkpoint(
-                {"gain": self.gain}, prefix, {"gain": 0}, sharded_offsets, **groups
-            )
-            return state | own
+            y_BSI = compute(self, self.in_proj(hidden_SBD)[0], reset_BS)
+            return self.out_proj(y_BSI.transpose(0, 1).contiguous())[0]
 
     class MeanBlock(Block):
         def mix(self, hidden_SBD, inputs):

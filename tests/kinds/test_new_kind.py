@@ -27,6 +27,12 @@ def test_new_kind_resumes_exactly(went):
     assert went["losses"]["again"] == went["losses"]["solo"]
 
 
+def test_fused_rows_resume_under_tensor_parallelism(went):
+    """The mixer says nothing of checkpoints. Its rows were once loaded in another order, and it trained on."""
+    assert went["losses"]["moved"] == pytest.approx(went["losses"]["fused"], abs=1e-10)
+    assert len(went["losses"]["moved"]) == 6
+
+
 def test_plan_counts_new_kind(went):
     flops, kept = went["counted"]["answer"]
     planned_flops, planned_kept, parameters = went["planned"]["answer"]

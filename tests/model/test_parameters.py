@@ -5,6 +5,7 @@ import torch
 
 from megatron_blackmamba import kinds, model
 from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.kinds import by_rows, whole
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import world
@@ -24,8 +25,36 @@ def test_the_papers_models_have_exactly_their_parameters(name, total):
 class Misshapen(RunningMean):
     letter = "W"
 
-    def shapes(self, model):
-        return super().shapes(model) | {"gain": (128,)}
+    def weights(self, model):
+        return super().weights(model) | {"gain": by_rows(x=128)}
+
+
+class Shaped(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return super().weights(model) | {"gain": (64,)}
+
+
+class Silent(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return {name: weight for name, weight in super().weights(model).items() if name != "gain"}
+
+
+class Turned(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return super().weights(model) | {"out_proj.weight": by_rows(64, out=64)}
+
+
+class Imagined(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return super().weights(model) | {"bias": whole(x=64)}
 
 
 class Blockless(RunningMean):
@@ -35,7 +64,11 @@ class Blockless(RunningMean):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Misshapen, r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"),
+        (Misshapen, r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.weights says \(128,\)"),
+        (Shaped, r"Shaped\.weights says \(64,\) of gain, but not how tensor parallelism spreads it"),
+        (Silent, r"layers\.1\.mixer\.gain: Silent\.weights does not declare its rows, nor how they are spread"),
+        (Turned, r"layers\.1\.mixer\.out_proj\.weight: its module splits axis 1, and Turned\.weights says 0"),
+        (Imagined, r"layers\.1\.mixer\.bias: Imagined\.weights declares it, but the mixer has no such parameter"),
         (Blockless, r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"),
     ],
 )
