@@ -30,7 +30,7 @@ try:
 except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = object
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK

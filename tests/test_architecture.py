@@ -13,7 +13,7 @@ from tests.engine import changes_table
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"version", "settings", "registry", "interrupts", "progress", "short_texts", "options"},
+    {"version", "settings", "registry", "console"},
     {"costs", "formats", "optimizers"},
     {"ops", "tokenizer"},
     {"routers", "norms", "hf"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"training", "inference"},
     {"evaluation", "serving"},
     {"report", "launch", "trace"},
-    {"quickstart", "study", "errors", "hints"},
+    {"quickstart", "study"},
     {"api", "cli"},
 ]
 TRAINING = [
@@ -38,7 +38,7 @@ TRAINING = [
 IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for group in groups}
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
 KINDS = ("kinds", "routers", "norms", "optimizers")
-TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "interrupts", "progress", "options"}
+TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "console"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -194,7 +194,7 @@ def test_command_line_and_config_start_without_torch(module):
 def test_workers_are_spawned_with_interrupts_blocked():
     """Python's resource tracker unblocks SIGINT as it starts: `interrupts.spawn_context` blocks it again."""
     for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
-        if path != PACKAGE / "interrupts.py":
+        if path != PACKAGE / "console" / "interrupts.py":
             assert not re.search(
                 r"get_context\(\"(spawn|forkserver)|multiprocessing\.(Process|Pool)", path.read_text()
             ), path

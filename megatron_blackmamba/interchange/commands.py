@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from megatron_blackmamba.progress import Progress, State, working
+from megatron_blackmamba.console.progress import Progress, State, working
 
 if TYPE_CHECKING:
     import torch

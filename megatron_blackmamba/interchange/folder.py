@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.formats import atomic, leftovers
 from megatron_blackmamba.formats.atomic import sync_folder
 from megatron_blackmamba.interchange.canonical import InterchangeError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from megatron_blackmamba import interrupts
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import Inside, RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far, read_metrics

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.inference.commands import Device, Dtype, ModelPath, TokenizerFile
-from megatron_blackmamba.progress import working
 
 KEY = "BLACKMAMBA_API_KEY"
 

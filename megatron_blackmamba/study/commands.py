@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import TaskResult
-from megatron_blackmamba.progress import working
 from megatron_blackmamba.settings import Section
 from megatron_blackmamba.study import (
     afford,

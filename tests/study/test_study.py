@@ -15,9 +15,9 @@ import pytest
 import yaml
 from rich.console import Console
 
+from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
-from megatron_blackmamba.progress import clock
 from megatron_blackmamba.study import StudyError, corpus, progress
 from megatron_blackmamba.study.commands import show
 from megatron_blackmamba.study.config import CorpusConfig, read_study, shipped

@@ -12,15 +12,15 @@ import pytest
 import typer
 
 from megatron_blackmamba import cli
+from tests.cli.test_cli import commands
 from tests.interruptions import CASES, Case, interrupt
 from tests.runtime.ranks import ROOT, environment
-from tests.test_cli import commands
 from tests.waiting import wait_until
 
 LINE = "blackmamba: interrupted\n"
 BEGIN = """
 import os, pathlib, signal, subprocess, time
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 if __name__ == "__main__":
     interrupts.watch()
 def ready(*said):

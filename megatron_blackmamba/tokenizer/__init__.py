@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 
-from megatron_blackmamba.short_texts import SHORT_TEXT, Separator, separators
+from megatron_blackmamba.tokenizer.short_texts import SHORT_TEXT, Separator, separators
 
 Backend = Literal["auto", "fastokens", "tokenizers"]
 

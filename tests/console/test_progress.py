@@ -9,16 +9,17 @@ import threading
 
 import typer
 
-from megatron_blackmamba import cli, progress
-from megatron_blackmamba.progress import Progress, State, working
+from megatron_blackmamba import cli
+from megatron_blackmamba.console import progress
+from megatron_blackmamba.console.progress import Progress, State, working
+from tests.cli.test_cli import commands
 from tests.runtime.ranks import ROOT, environment
-from tests.test_cli import commands
 from tests.waiting import wait_until
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 SLOW = """
 import sys, time
-from megatron_blackmamba import progress
+from megatron_blackmamba.console import progress
 progress.SHOWN_AFTER_SECONDS = 0
 with progress.working("planning"):
     time.sleep(1)

@@ -10,16 +10,16 @@ from typing import Annotated
 import typer
 import typer.core
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.cli.errors import in_words, may_pass
+from megatron_blackmamba.cli.hints import hint
 from megatron_blackmamba.config.arguments import ConfigArgument, Configs, complete_config, compose
+from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.data_tools import commands as data_commands
-from megatron_blackmamba.errors import in_words, may_pass
 from megatron_blackmamba.evaluation.verb import evaluate, keep_bias
-from megatron_blackmamba.hints import hint
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
-from megatron_blackmamba.progress import working
 from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime.exits import BAD_INPUT, INTERRUPTED, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once

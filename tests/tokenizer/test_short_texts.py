@@ -7,8 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_blackmamba import short_texts
-from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
+from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer, short_texts
 
 pytest.importorskip("fastokens")
 

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from megatron_blackmamba.options import taking
+from megatron_blackmamba.console.options import taking
 
 
 @dataclass(frozen=True)
