@@ -94,9 +94,9 @@ class Registry(Generic[K]):
         self._kinds: dict[str, K] = {}
 
     def discover(self, package: str, folders: Iterable[str]) -> None:
-        """Register every kind that a file of the package defines."""
+        """Register every kind that a file of the package defines, or the file `kind` of a folder in it."""
         for module in iter_modules(folders):
-            name = f"{package}.{module.name}"
+            name = f"{package}.{module.name}.kind" if module.ispkg else f"{package}.{module.name}"
             defined = [x for x in vars(import_module(name)).values() if isinstance(x, type) and x.__module__ == name]
             for kind in defined:
                 if issubclass(kind, self.base) and kind is not self.base:

@@ -10,7 +10,7 @@ from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical
 from megatron_blackmamba.interchange.observation import Observation, Router
-from megatron_blackmamba.kinds import LayerKind, layers_of
+from megatron_blackmamba.layers import LayerKind, layers_of
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig, mup
-from megatron_blackmamba.kinds import mixer_of, stacks_of
+from megatron_blackmamba.layers import mixer_of, stacks_of
 from megatron_blackmamba.runtime.seeding import generator
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values

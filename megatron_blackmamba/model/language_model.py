@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.kinds import Stack, Weight, kinds_in
+from megatron_blackmamba.layers import Stack, Weight, kinds_in
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.mtp import ExtraDepth

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_blackmamba.kinds import kind_of
+from megatron_blackmamba.layers import kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.sharding import empty, replicated, sharded_modules

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.kinds import LayerKind, Stack, Weight
+from megatron_blackmamba.layers import LayerKind, Stack, Weight
 from megatron_blackmamba.optimizers.base import NO_DECAY, STACKED
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import device

@@ -5,14 +5,14 @@ from typing import Any
 
 from megatron_blackmamba import norms, routers
 from megatron_blackmamba.config import ConfigError, KernelsConfig, ModelConfig
-from megatron_blackmamba.kinds import LayerKind, kinds_in
-from megatron_blackmamba.model.attention import CausalAttention
-from megatron_blackmamba.model.experts import GroupedExperts
+from megatron_blackmamba.layers import LayerKind, kinds_in
+from megatron_blackmamba.layers.attention.mixer import CausalAttention
+from megatron_blackmamba.layers.experts.grouped import GroupedExperts
+from megatron_blackmamba.layers.experts.mixer import MoEMixer
+from megatron_blackmamba.layers.mamba.mixer import MambaMixer, MambaMixerSubmodules
+from megatron_blackmamba.layers.mamba2.mixer import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_blackmamba.layers.mamba3.mixer import Mamba3Mixer, Mamba3MixerSubmodules
 from megatron_blackmamba.model.linears import ColumnLinear, Fp8ColumnLinear, Fp8RowLinear, RowLinear
-from megatron_blackmamba.model.mamba import MambaMixer, MambaMixerSubmodules
-from megatron_blackmamba.model.mamba2 import Mamba2Mixer, Mamba2MixerSubmodules
-from megatron_blackmamba.model.mamba3 import Mamba3Mixer, Mamba3MixerSubmodules
-from megatron_blackmamba.model.moe import MoEMixer
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.stack import (
     AttentionBlock,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.kinds import LayerKind, kind_of
+from megatron_blackmamba.layers import LayerKind, kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import sharded_mixer, sharded_modules
 from megatron_blackmamba.ops.attention import Documents

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.costs import BOOL, FP32, INT64, Sizes
-from megatron_blackmamba.kinds import LayerKind
+from megatron_blackmamba.layers import LayerKind
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by training.precision."""

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron_blackmamba.config import ModelConfig, RunConfig
-from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.layers import layers_of
 
 BACKWARD = 2
 HEAD = "head"

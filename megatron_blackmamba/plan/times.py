@@ -12,7 +12,7 @@ import torch
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.costs import FP32, Work
-from megatron_blackmamba.kinds import kind_of
+from megatron_blackmamba.layers import kind_of
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan import flops, roofline
 from megatron_blackmamba.plan.activations import WIDTH, sizes_of

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.kinds import kind_of
+from megatron_blackmamba.layers import kind_of
 from megatron_blackmamba.plan.activations import Activations, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
 from megatron_blackmamba.plan.memory import State

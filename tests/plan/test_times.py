@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_blackmamba.config import load
-from megatron_blackmamba.kinds import Work, kind_of
+from megatron_blackmamba.layers import Work, kind_of
 from megatron_blackmamba.plan import estimate, gpus, memory, roofline, scaling, times
 from megatron_blackmamba.plan.activations import sizes_of
 from megatron_blackmamba.plan.goodput import goodput

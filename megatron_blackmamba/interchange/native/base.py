@@ -18,7 +18,9 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical, Entry, InterchangeError, same_tensor, shapes
 from megatron_blackmamba.interchange.json_config import layer_count, need, validated
-from megatron_blackmamba.kinds import Weight, attention, kind_of, mamba2, unread_keys
+from megatron_blackmamba.layers import Weight, kind_of, unread_keys
+from megatron_blackmamba.layers.attention import kind as attention
+from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
 EMBEDDING = "embedding.word_embeddings.weight"
 REQUIRED = object()

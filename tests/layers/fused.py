@@ -1,7 +1,7 @@
 """A layer kind whose first matrix has rows of two meanings, and whose mixer says nothing of checkpoints or layouts."""
 
-from megatron_blackmamba.kinds import by_rows
-from tests.kinds.running_mean import RunningMean, block_of, sums
+from megatron_blackmamba.layers import by_rows
+from tests.layers.running_mean import RunningMean, block_of, sums
 
 
 class Fused(RunningMean):

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron_blackmamba.costs import READ_WITH_GRADIENTS, SMALL_KERNELS, WRITTEN_AND_READ, Sizes, Work
-from megatron_blackmamba.kinds.rows import Stack, Weight
+from megatron_blackmamba.layers.rows import Stack, Weight
 from megatron_blackmamba.registry import Cannot, Kind, KindError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work, kept_by_norms
-from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
-from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows, whole
+from megatron_blackmamba.layers.base import Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
     import torch

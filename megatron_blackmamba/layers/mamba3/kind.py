@@ -15,9 +15,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.costs import FP32, Sizes, Work
-from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind, Runner
-from megatron_blackmamba.kinds.mamba import initial_dt_bias, normed
-from megatron_blackmamba.kinds.rows import Weight, by_columns, by_rows, whole
+from megatron_blackmamba.layers.base import Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.layers.mamba.kind import initial_dt_bias, normed
+from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_blackmamba"
-LETTERS = {kind.letter for kind in kinds.all_kinds()}
-NAMES = {kind.name for kind in kinds.all_kinds()}
+LETTERS = {kind.letter for kind in layers.all_kinds()}
+NAMES = {kind.name for kind in layers.all_kinds()}
 QUESTIONS = {"count", "endswith", "find", "get", "index", "pop", "startswith"}
 """Methods of strings and dicts that answer for the constant in them."""
 ALLOWED = {

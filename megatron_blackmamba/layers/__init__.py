@@ -1,6 +1,6 @@
-"""Layer kinds: one file per letter of `model.pattern`, with everything that the rest of the project asks about it.
+"""Layer kinds: one folder per letter of `model.pattern`, with everything that the rest of the project asks about it.
 
-A file in this package that defines a LayerKind is found by itself; `register` adds one from elsewhere.
+A folder in this package whose `kind.py` defines a LayerKind is found by itself; `register` adds one from elsewhere.
 """
 
 import re
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.costs import Sizes, Work
-from megatron_blackmamba.kinds.base import Decoding, Division, Inputs, LayerKind
-from megatron_blackmamba.kinds.rows import Stack, Weight, by_columns, by_rows, whole
+from megatron_blackmamba.layers.base import Decoding, Division, Inputs, LayerKind
+from megatron_blackmamba.layers.rows import Stack, Weight, by_columns, by_rows, whole
 from megatron_blackmamba.registry import Cannot, Registry
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Models of each kind of layer, carried from one rank to two tensor-parallel ranks and back by checkpoints.
 
-`python -m tests.kinds.rows_probe FOLDER`: imports once, forks the ranks, and prints what they found as JSON.
+`python -m tests.layers.rows_probe FOLDER`: imports once, forks the ranks, and prints what they found as JSON.
 """
 
 import json
@@ -10,22 +10,22 @@ from pathlib import Path
 
 import torch
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.runtime import world
-from tests.kinds.fused import Fused, Untold
-from tests.kinds.running_mean import RunningMean
+from tests.layers.fused import Fused, Untold
+from tests.layers.running_mean import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
 for kind in (RunningMean, Fused, Untold):
-    kinds.register(kind)
+    layers.register(kind)
 HEADS = ["model.mamba2.head_dim=16", "model.mamba2.state_size=8", "model.mamba2.groups=2", "model.mamba3.groups=2"]
 HEADS += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.attention.heads=4"]
 HEADS += ["model.attention.kv_heads=2", "model.mlp_hidden_size=96", "model.vocab_size=64"]
 MORE = ["model.mamba_norms=true", "model.mamba2.heads=6", "model.mamba3.rank=3", "model.mamba3.output_norm=true"]
 MORE += ["model.attention.qk_norm=true", "model.attention.head_dim=10", "model.gated=false", "model.activation=relu2"]
 MORE += ["model.shared_expert_hidden_size=48", "model.top_k=2", "model.router.kind=expert_bias"]
-ALL = "".join(kind.letter for kind in kinds.all_kinds() if kind.letter != Untold.letter) + Untold.letter
+ALL = "".join(kind.letter for kind in layers.all_kinds() if kind.letter != Untold.letter) + Untold.letter
 MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSR*-E'", *MORE]}
 """A layer of each kind, the one that lies last, and of those with options with them."""
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.engine.checked import replace
-from megatron_blackmamba.kinds.mamba import NORMS, x_proj
+from megatron_blackmamba.layers.mamba.kind import NORMS, x_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.norms import RMSNorm

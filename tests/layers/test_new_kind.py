@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.registry import KindError
-from tests.kinds.running_mean import RunningMean
+from tests.layers.running_mean import RunningMean
 from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, not once a worker
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, no
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):
-    found = fork_script("tests.kinds.new_kind_probe", str(tmp_path_factory.mktemp("new_kind")))
+    found = fork_script("tests.layers.new_kind_probe", str(tmp_path_factory.mktemp("new_kind")))
     for name, answer in found.items():
         assert "error" not in answer, (name, answer)
     return found
@@ -57,11 +57,11 @@ def test_export_refuses_new_kind_by_name(went):
 def test_registry_refuses_missing_answers_by_name():
     class Silent(RunningMean):
         letter = "S"
-        flops = kinds.LayerKind.flops
-        traffic = kinds.LayerKind.traffic
+        flops = layers.LayerKind.flops
+        traffic = layers.LayerKind.traffic
 
     with pytest.raises(KindError, match="Silent does not define: flops, traffic"):
-        kinds.register(Silent)
+        layers.register(Silent)
 
 
 def test_registry_refuses_taken_letters():
@@ -69,7 +69,7 @@ def test_registry_refuses_taken_letters():
         letter = "M"
 
     with pytest.raises(KindError, match="'M' is taken by Mamba"):
-        kinds.register(Second)
+        layers.register(Second)
 
 
 def test_registry_refuses_letters_of_two_characters():
@@ -77,9 +77,9 @@ def test_registry_refuses_letters_of_two_characters():
         letter = "AA"
 
     with pytest.raises(KindError, match=r"Long does not define: letter \(one character\)"):
-        kinds.register(Long)
+        layers.register(Long)
 
 
 def test_unknown_letters_name_the_known():
     with pytest.raises(ValueError, match=r"model.pattern=Z: no such kind. Choose one of .*E, .*M"):
-        kinds.kind_of("Z")
+        layers.kind_of("Z")

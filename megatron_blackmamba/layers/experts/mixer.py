@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_blackmamba.model.dispatcher import Order, SortedAllToAll
+from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll
 from megatron_blackmamba.model.router import KindRouter
 from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.routers import Routed

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.costs import FP32, INT64, Sizes, Work
-from megatron_blackmamba.kinds import mlp
-from megatron_blackmamba.kinds.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner
-from megatron_blackmamba.kinds.rows import Stack, Weight, whole
+from megatron_blackmamba.layers.base import Cannot, Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.layers.mlp import kind as mlp
+from megatron_blackmamba.layers.rows import Stack, Weight, whole
 
 if TYPE_CHECKING:
     import torch

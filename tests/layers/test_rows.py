@@ -2,10 +2,10 @@
 
 import pytest
 
-from megatron_blackmamba import api, kinds
+from megatron_blackmamba import api, layers
 from megatron_blackmamba.config import load, mup
-from megatron_blackmamba.kinds.rows import Stack, by_columns, by_rows, whole
-from tests.kinds.rows_probe import ALL, MODELS
+from megatron_blackmamba.layers.rows import Stack, by_columns, by_rows, whole
+from tests.layers.rows_probe import ALL, MODELS
 from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("new_kind")
@@ -15,7 +15,7 @@ FUSED = by_rows(8, z=6, x=6, B=(4, 4), dt=2)
 
 @pytest.fixture(scope="module")
 def went(tmp_path_factory):
-    legs = fork_script("tests.kinds.rows_probe", str(tmp_path_factory.mktemp("rows")))
+    legs = fork_script("tests.layers.rows_probe", str(tmp_path_factory.mktemp("rows")))
     assert [answer for leg in legs.values() for answer in leg if "error" in answer] == []
     return {leg: [answer["answer"] for answer in answers] for leg, answers in legs.items()}
 
@@ -45,7 +45,7 @@ def test_declared_rows_give_shapes_and_shares():
 
 
 def test_groups_of_rows_are_never_cut():
-    grouped = kinds.kind_of("*").weights(load("tiny", ["model.attention.heads=4", "model.attention.kv_heads=2"]).model)
+    grouped = layers.kind_of("*").weights(load("tiny", ["model.attention.heads=4", "model.attention.kv_heads=2"]).model)
     qkv = grouped["linear_qkv.weight"]
     assert qkv.groups == 2 and qkv.share(2).groups == 1 and qkv.pieces == [128]
     assert [(name, rows.start) for name, rows in qkv.places()][:4] == [("q", 0), ("k", 32), ("v", 48), ("q", 64)]
@@ -70,7 +70,7 @@ def test_stacks_put_parts_on_their_own_axis():
 )
 def test_rows_that_do_not_grow_are_readouts(overrides, weight, parts):
     model = load("tiny", [*overrides, "model.mup.base_width=32"]).model
-    kind = kinds.kind_of(model.pattern)
+    kind = layers.kind_of(model.pattern)
     expected = [rows for part, rows in kind.weights(model)[weight].places() if part in parts]
     assert mup.readouts(kind, model)[weight] == expected
 
@@ -79,6 +79,6 @@ def test_parameters_lead_to_their_rows():
     model = load("tiny", ["model.pattern=ME"]).model
     built = api.build(load("tiny", ["model.pattern=ME"]))
     for name, parameter in built.decoder.named_parameters():
-        declared = kinds.weight_of(f"decoder.{name}", model)
+        declared = layers.weight_of(f"decoder.{name}", model)
         assert declared is None or parameter.declared == declared
         assert (declared is None) == ("mixer" not in name)

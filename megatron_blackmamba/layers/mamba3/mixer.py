@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_blackmamba.kinds.mamba3 import MIX, NORMS, in_proj
+from megatron_blackmamba.layers.mamba2.mixer import GroupNorm
+from megatron_blackmamba.layers.mamba3.kind import MIX, NORMS, in_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
-from megatron_blackmamba.model.mamba2 import GroupNorm
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.mamba3 import Rates, gated, mamba3

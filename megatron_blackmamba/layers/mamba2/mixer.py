@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_blackmamba.kinds.mamba import NORMS
-from megatron_blackmamba.kinds.mamba2 import bounded, in_proj, sizes
+from megatron_blackmamba.layers.mamba.kind import NORMS
+from megatron_blackmamba.layers.mamba.mixer import Convolution
+from megatron_blackmamba.layers.mamba2.kind import bounded, in_proj, sizes
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.linears import column, row
-from megatron_blackmamba.model.mamba import Convolution
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.kinds import Cannot, Decoding, Division, LayerKind, by_columns, by_rows
+from megatron_blackmamba.layers import Cannot, Decoding, Division, LayerKind, by_columns, by_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,6 +1,6 @@
 """A run whose layers are of a kind that the package does not have: trained, stopped, resumed, decoded, exported.
 
-`python -m tests.kinds.new_kind_probe FOLDER`: imports once, forks the ranks, and prints what they found as JSON.
+`python -m tests.layers.new_kind_probe FOLDER`: imports once, forks the ranks, and prints what they found as JSON.
 """
 
 import json
@@ -11,19 +11,19 @@ from pathlib import Path
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.interchange import megatron
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.plan import flops, memory, parameters
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import world
-from tests.kinds.fused import Fused
-from tests.kinds.running_mean import RunningMean
+from tests.layers.fused import Fused
+from tests.layers.running_mean import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
-kinds.register(RunningMean)
-kinds.register(Fused)
+layers.register(RunningMean)
+layers.register(Fused)
 STEPS, EOD = 6, 3
 RUN = ["model.pattern=MAEA", "data.sequence_length=32", "training.global_batch=8", "training.micro_batch=4"]
 FP64 = ["training.precision=fp64"]  # layouts are compared in it: no rounding decides between two experts
