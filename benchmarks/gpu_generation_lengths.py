@@ -25,7 +25,7 @@ from megatron_blackmamba.inference import Decoder, State
 from megatron_blackmamba.inference.captured import Graph
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.layers.attention import kind as attention
-from megatron_blackmamba.layers.attention.kind import AttentionDecoding
+from megatron_blackmamba.layers.attention.decode import AttentionDecoding
 
 MODELS = {
     "blackmamba_1.5b": "BlackMamba",

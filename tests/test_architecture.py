@@ -38,7 +38,7 @@ TRAINING = [
 IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for group in groups}
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
 KINDS = ("layers", "routers", "norms", "optimizers")
-OF_KINDS = {"__init__", "base", "rows", "kind"}
+OF_KINDS = {"__init__", "base", "cost", "decoding", "kind", "recurrent", "rows"}
 """The files of layers that the config reads. The others in a layer's folder are part of the model."""
 TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "console"}
 MOST_LINES = 500

@@ -14,7 +14,7 @@ from tests.runtime.ranks import ROOT, environment
 
 EXTENSION = """
 from megatron_blackmamba import layers
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 
 layers.register(RunningMean)
 """

@@ -1,4 +1,4 @@
-"""Only the files of `kinds/` know what a letter of the pattern means, or what a kind is called.
+"""Only the files of `layers/` know what a letter of the pattern means, or what a kind is called.
 
 Any constant that is a letter, a run of letters or the name of a kind counts, wherever it is written: in a comparison, a
 set, a `match`, a key. `*` and `-` are common characters; they count where code decides by them.
@@ -93,12 +93,12 @@ def letters_in(source: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def found():
-    """(file, constant) -> lines, for the package without `kinds/` and the modeling files that every export contains."""
+    """(file, constant) -> lines, for the package without `layers/` and the modeling files that every export contains."""
     places: dict[tuple[str, str], list[int]] = {}
     for folder in (PACKAGE, PACKAGE / "data_tools"):
         for path in folder.rglob("*.py"):
             name = path.relative_to(PACKAGE).as_posix()
-            if not name.startswith(("kinds/", "hf/")):
+            if not name.startswith(("layers/", "hf/")):
                 for line, text in letters_in(path.read_text()):
                     places.setdefault((name, text), []).append(line)
     return places

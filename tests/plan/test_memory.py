@@ -72,7 +72,7 @@ def test_flops_of_every_kind_are_those_torch_counts(measured, kind):
     """Torch counts matrix products; Mamba's scan and convolution are none."""
     config = load("tiny", ONE_OF_EACH[kind.letter])
     parts = flops.forward_by_part(config.model, config.data.sequence_length)
-    products = sum(count for part, count in parts.items() if part not in kind.elementwise)
+    products = sum(count for part, count in parts.items() if part not in kind.costs.elementwise)
     assert config.data.sequence_length * products == measured["flops"][0][kind.letter]
 
 
