@@ -24,8 +24,8 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.inference import Decoder, State
 from megatron_blackmamba.inference.captured import Graph
 from megatron_blackmamba.inference.weights import pack
-from megatron_blackmamba.kinds import attention
-from megatron_blackmamba.kinds.attention import AttentionDecoding
+from megatron_blackmamba.layers.attention import kind as attention
+from megatron_blackmamba.layers.attention.decode import AttentionDecoding
 from megatron_blackmamba.report.pictures import write_picture
 
 MODELS = {

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.inference import Decoder, load
-from megatron_blackmamba.kinds import routes
-from megatron_blackmamba.kinds.experts import ExpertsDecoding
+from megatron_blackmamba.layers import routes
+from megatron_blackmamba.layers.experts.decode import ExpertsDecoding
 from megatron_blackmamba.routers import RouterKind, Tokens, largest
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.points import ROUTING

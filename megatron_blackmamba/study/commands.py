@@ -166,7 +166,7 @@ def _analysis(study: Study) -> Any:
     except ModuleNotFoundError as error:
         if error.name == "scipy":
             raise StudyError(
-                "the analysis of studies on trunks and branches needs scipy: pip install 'megatron-blackmamba[studies]'"
+                "the analysis of studies on trunks and branches needs scipy: pip install -e '.[studies]'"
             ) from None
         if error.name not in (ANALYSIS, ANALYSIS.partition(".")[0]):
             raise
