@@ -68,7 +68,7 @@ def linears(kind: str) -> tuple[type, type]:
     if not HAVE_TE:  # the names are there nevertheless
         raise ConfigError(
             "kernels.linear=te needs Transformer Engine, which is not installed here"
-            " (pip install 'megatron-blackmamba[cuda]'); kernels.linear=local needs nothing"
+            " (pip install -e '.[cuda]'); kernels.linear=local needs nothing"
         )
     return TEColumnParallelLinear, TERowParallelLinear
 

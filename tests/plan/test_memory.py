@@ -24,7 +24,7 @@ EVERYDAY = (
     "ema",
     "parallel_layers",
 )
-EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo")
+EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo", "relu2")
 EVERYDAY += ("mamba2_tp2", "mimo_tp2", "hybrid_cp2", "norms_tp2", "ahead_tp2", "nemotron", "expert_bias_ep2")
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.engine.parts.layers import leave_whole
 from megatron_blackmamba.layers.mamba.arithmetic import of_scan
 from megatron_blackmamba.layers.mamba.kind import x_proj
 from megatron_blackmamba.layers.recurrent import NORMS
@@ -80,7 +80,7 @@ class MambaMixer(MegatronModule):
         outputs = self.shared.shape[0]
         self.x_proj = row(inner, outputs, config, self.tp_group)
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
-        replace(self.x_proj, "sequence_parallel", False)
+        leave_whole(self.x_proj)
         self.norms = NORMS if model.mamba_norms else ()
         for name, part in zip(self.norms, self.shared.rows, strict=False):
             norm = RMSNorm(config, self.shared.count(part), config.layernorm_epsilon)
