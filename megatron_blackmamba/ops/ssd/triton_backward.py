@@ -30,7 +30,7 @@ def of_heads(
     between the two. parts: sums over the chunk for A, D and the bias.
     """
     PRODUCTS: tl.constexpr = states_BKHPN.dtype.element_ty
-    SUMS: tl.constexpr = "tf32" if PRODUCTS == tl.bfloat16 else "tf32x3"
+    SUMS: tl.constexpr = "tf32" if tl.bfloat16 == PRODUCTS else "tf32x3"
     k, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     h = tl.program_id(2).to(tl.int64)
     g = h // HEADS
