@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BATCH, LENGTH, INNER, STATE, TAPS, EXPERTS = 8, 2048, 2304, 16, 4, 8  # the 1.5B model, 8 sequences
+HEAD, SSD_STATE = 64, 128  # of Mamba-2
 MODEL, HIDDEN, VOCABULARY = 1152, 3072, 50_304
 
 
@@ -210,6 +211,19 @@ def scan_launches(arch: int, reset: bool = False, keep: bool = True, backward: b
         y.sum().backward()
 
 
+def ssd_launches(arch: int, reset: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Mamba-2's scan of a training step."""
+    from megatron_blackmamba.ops.ssd import Inputs
+    from megatron_blackmamba.ops.ssd.triton import scan
+
+    heads = INNER // HEAD
+    x, dt = bf16(BATCH, LENGTH, heads, HEAD).to(dtype), bf16(BATCH, LENGTH, heads).to(dtype)
+    B, C = (bf16(BATCH, LENGTH, 1, SSD_STATE).to(dtype) for _ in range(2))
+    resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
+    y, _ = scan(Inputs(x, dt, fp32(heads), B, C, fp32(heads), fp32(heads), None, resets))
+    y.sum().backward()
+
+
 def convolution_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.causal_conv1d import Inputs
     from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
@@ -311,6 +325,8 @@ def decoding_launches(arch: int, rows: int = 1) -> None:
 OPERATIONS = {
     "selective_scan": scan_launches,
     "selective_scan, recomputed": partial(scan_launches, keep=False),
+    "ssd": ssd_launches,
+    "ssd, fp32": partial(ssd_launches, dtype=torch.float32),
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,

@@ -49,7 +49,7 @@ def migrate(content: Content, where: str) -> Content:
     if version > current_version():
         raise ConfigError(
             f"{where}: a newer megatron-blackmamba saved this config (version {version}; {__version__} reads up to"
-            f" {current_version()}). Upgrade: pip install -U megatron-blackmamba."
+            f" {current_version()}). Upgrade: git pull, then make -B install."
         )
     migrated = _copied({key: value for key, value in content.items() if key != VERSION_KEY})
     for migration in MIGRATIONS[version - 1 :]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_blackmamba.settings.base import Section
+from megatron_blackmamba.settings.rules import BY_NAME, FIXED
 
 SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda part: 1.0 - part,
@@ -24,6 +25,8 @@ else:
 class GroupConfig(Section):
     """Factors of one kind of parameter."""
 
+    rule = BY_NAME
+
     learning_rate: float = Field(1.0, ge=0)
     """Factor of the learning rate, over the whole schedule; 0 leaves these weights as they are."""
     weight_decay: float = Field(1.0, ge=0)
@@ -32,6 +35,8 @@ class GroupConfig(Section):
 
 class GroupsConfig(Section):
     """Factors of learning rate and weight decay by kind of parameter."""
+
+    rule = BY_NAME
 
     embedding: GroupConfig = GroupConfig()
     """The embedding, which is the output layer too unless model.tie_embeddings=false."""
@@ -52,13 +57,15 @@ class GroupsConfig(Section):
 class OptimizerConfig(Section):
     """The update of the weights."""
 
-    kind: str = "adamw"
+    rule = BY_NAME
+
+    kind: Annotated[str, FIXED] = "adamw"
     """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum.
     muon: matrices by orthogonalized momentum, the rest by Adam."""
     learning_rate: float = Field(2e-4, gt=0)
     """Largest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float = Field(2e-5, ge=0)
-    """Learning rate of the last step."""
+    """Learning rate at the end of the decay; decay=constant does not read it."""
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
     """Part of the run over which the learning rate rises linearly from 0."""
     warmup_tokens: int | None = Field(None, ge=0)
@@ -87,7 +94,7 @@ class OptimizerConfig(Section):
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 switches clipping off."""
-    distributed: bool = True
+    distributed: Annotated[bool, FIXED] = True
     """Shard the optimizer state over the data-parallel group."""
     groups: GroupsConfig = GroupsConfig()
     """Factors of learning rate and weight decay by kind of parameter."""

@@ -156,6 +156,6 @@ def _pieces(weight: ShardedTensor | ShardedTensorFactory, dtype: torch.dtype) ->
         if not piece.data.is_contiguous() or piece.prepend_axis_num:
             raise NotImplementedError(
                 f"the optimizer's state of {piece.key} cannot be saved: its shard is no range of the rank's elements."
-                " Divide the weight along its first axis (`sharded_by_parts`)."
+                " Divide the weight along its first axis (`by_rows`, docs/extending.md)."
             )
         yield piece, int(piece.data.storage_offset())

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig, groups
 from megatron_blackmamba.engine import changes
@@ -58,7 +60,9 @@ def make_trainable(
     kind = optimizers.kind_of(settings.kind)
     if kind.extends:
         resolve_name(kind.extends)()
-    with changes.during(changes.BUILDING, kind, settings, skip=skip):
+    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd alive,
+    # which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
+    with torch.no_grad(), changes.during(changes.BUILDING, kind, settings, skip=skip):
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=settings.learning_rate,
