@@ -1,5 +1,6 @@
 """The folder of a run: the paths of all its files, for code that writes them and code that reads them."""
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,17 @@ class Inside:
 
     def __get__(self, owner: Any, _: type) -> Path:
         return getattr(owner, self.of) / self.name
+
+
+def near(path: Path) -> str:
+    """Return the folder that was probably meant instead of a missing one, for messages."""
+    found = [other for other in (Path("runs") / path, Path("exports") / path) if other.is_dir()]
+    beside = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    found += [path.parent / name for name in difflib.get_close_matches(path.name, beside, n=1)]
+    if found:
+        return f"; did you mean {found[0]}?"
+    listed = ", ".join(sorted(beside)[:6]) if path.parent != Path() else ""
+    return f"; {path.parent} holds {listed}." if listed else "."
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,25 @@
 """The optimizer's section of a run's config: the update of the weights, and the schedule of the learning rate."""
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_blackmamba.settings.base import Section
 from megatron_blackmamba.settings.rules import BY_NAME, FIXED
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda part: 1.0 - part,
+    "cosine": lambda part: 0.5 * (math.cos(math.pi * part) + 1.0),
+    "sqrt": lambda part: 1.0 - math.sqrt(part),
+    "exponential": lambda part: 2.0 * math.pow(0.5, part) - 1.0,
+}
+"""Shape of a decay → what is left of the learning rate above its minimum, by the part of the decay that is done."""
+if TYPE_CHECKING:
+    Shape = str
+else:
+    Shape = Literal[tuple(SHAPES)]
 
 
 class GroupConfig(Section):
@@ -62,7 +76,7 @@ class OptimizerConfig(Section):
     """Part of the run over which wsd decays."""
     decay_tokens: int | None = Field(None, gt=0)
     """Tokens over which wsd decays. null: decay_fraction decides."""
-    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    decay_shape: Shape = "linear"
     """Shape of the decay of wsd. sqrt: 1 - sqrt(part of the decay). exponential: halves, then goes to the minimum."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""

@@ -1,8 +1,6 @@
 """The config of a run: every section except `model:`, and checks of invalid combinations."""
 
-import math
 import unicodedata
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated, Literal
 
@@ -12,6 +10,7 @@ from megatron_blackmamba.settings.base import Section, UserPath
 from megatron_blackmamba.settings.model import ModelConfig
 from megatron_blackmamba.settings.optimizer import OptimizerConfig
 from megatron_blackmamba.settings.rules import BY_NAME, FIXED, FIXED_IN_RUN, OTHER, OTHER_DATA, ROUNDED, SAME
+from megatron_blackmamba.settings.schedule import Scheduled
 
 LONGEST_NAME = 200
 """Bytes. File systems take 255 for the name of a folder."""
@@ -236,7 +235,7 @@ class KernelsConfig(Section):
     (fp8; needs an H100 or newer GPU). te has not run."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """megatron-core's exchange of tokens between the ranks that share the experts."""
-    scan: Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "mamba_ssm"] = "auto"
+    scan: Literal["auto", "reference", "chunked", "cpp", "cuda", "triton", "mamba_ssm"] = "auto"
     """The selective scan; auto: the fastest one that works here."""
     scan_states: Literal["keep", "recompute"] = "keep"
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
@@ -277,7 +276,7 @@ class ResumeConfig(Section):
     """Keys that may differ from the resumed checkpoint or from start.from, such as optimizer.learning_rate."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, Scheduled):
     """Everything that defines a run. `blackmamba config FILE` prints it composed."""
 
     name: Annotated[str, SAME] = "run"
@@ -362,23 +361,6 @@ class RunConfig(Section):
             )
         return self
 
-    def _fits_schedule(self) -> None:
-        """Refuse a decay that does not fit behind the warm-up."""
-        optimizer = self.optimizer
-        warmup, decay = self.warmup_samples, self.decay_samples
-        if optimizer.warmup_tokens is not None and warmup >= self.samples:
-            raise ValueError(
-                f"optimizer.warmup_tokens={optimizer.warmup_tokens} is not less than the run's"
-                f" training.tokens={self.training.tokens}"
-            )
-        if optimizer.decay == "wsd" and warmup + decay > self.samples:
-            length = self.data.sequence_length
-            raise ValueError(
-                f"the decay of {decay * length} tokens does not fit behind the warm-up of {warmup * length} in"
-                f" training.tokens={self.training.tokens}. Shorten it with optimizer.decay_tokens or"
-                " optimizer.decay_fraction."
-            )
-
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""
         kernels = self.kernels
@@ -391,81 +373,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"kernels.{key}={scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
                 )
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the tokens of a step with training.global_batch."""
-        return self.training.global_batch * self.data.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Return the number of sequences of the whole run: `tokens`, rounded up to whole sequences."""
-        return -(-self.training.tokens // self.data.sequence_length)
-
-    @property
-    def warmup_samples(self) -> int:
-        if self.optimizer.warmup_tokens is not None:
-            return self.optimizer.warmup_tokens // self.data.sequence_length
-        return int(self.optimizer.warmup_fraction * self.samples)
-
-    @property
-    def decay_samples(self) -> int:
-        """Return the samples of the decay at the end, if optimizer.decay is wsd; at least one."""
-        tokens = self.optimizer.decay_tokens
-        if tokens is not None:
-            return -(-tokens // self.data.sequence_length)
-        return max(1, round(self.optimizer.decay_fraction * (self.samples - self.warmup_samples)))
-
-    @property
-    def batches(self) -> list[int]:
-        """Return the global batches of the run, in order."""
-        return [*(stage.batch for stage in self.training.batch_ramp), self.training.global_batch]
-
-    def batch_at(self, consumed_samples: int) -> int:
-        """Return the global batch of the step after `consumed_samples`."""
-        tokens = consumed_samples * self.data.sequence_length
-        return next((s.batch for s in self.training.batch_ramp if tokens < s.until), self.training.global_batch)
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps of the whole run, if it uses these batches from the start."""
-        return self.steps_left(0)
-
-    @property
-    def warmup_steps(self) -> int:
-        return sum(steps for _, steps in self._stages(0, self.warmup_samples, round))
-
-    @property
-    def decay_steps(self) -> int:
-        """Return the number of steps of the decay of wsd."""
-        return sum(steps for _, steps in self._stages(self.samples - self.decay_samples, self.samples, round))
-
-    def steps_left(self, consumed_samples: int) -> int:
-        """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
-        return sum(steps for _, steps in self.stages_left(consumed_samples))
-
-    def samples_left(self, consumed_samples: int) -> int:
-        """Return the samples of the steps that are left."""
-        return sum(batch * steps for batch, steps in self.stages_left(consumed_samples))
-
-    def stages_left(self, consumed_samples: int) -> list[tuple[int, int]]:
-        """Return the global batches of the steps that are left, in order, each with its number of steps."""
-        return self._stages(consumed_samples, self.samples)
-
-    def _stages(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> list[tuple[int, int]]:
-        """Return the global batches and steps from sample `first` to `end`."""
-        found, at = [], first
-        for stage in self.training.batch_ramp:
-            until = min(end, -(-stage.until // self.data.sequence_length))
-            found.append((stage.batch, -(-max(0, until - at) // stage.batch)))
-            at += stage.batch * found[-1][1]
-        found.append((self.training.global_batch, whole(max(0, end - at) / self.training.global_batch)))
-        return [(batch, steps) for batch, steps in found if steps]
-
-    def last_step(self, step: int, consumed_samples: int) -> int:
-        """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
-        end = step + self.steps_left(consumed_samples)
-        return min(end, self.training.stop_after_steps or end)
 
 
 def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str:

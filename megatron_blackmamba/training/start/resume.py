@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_blackmamba import kinds, routers
+from megatron_blackmamba import layers, routers
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import ModelConfig, RunConfig
 from megatron_blackmamba.config.checks import problem_of_model
@@ -76,7 +76,7 @@ def _in_steps(saved: Mapping[str, Any], config: RunConfig, keys: str) -> str:
 
 def _changes_routing(key: str, model: ModelConfig) -> str:
     """Return why a key that may change freely sends tokens to other experts; nothing if it does not."""
-    if not kinds.routes(model.pattern):
+    if not layers.routes(model.pattern):
         return ""
     router = routers.kind_of(model.router.kind)
     if key == "training.micro_batch" and router.balances_micro_batches:
