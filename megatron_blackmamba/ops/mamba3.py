@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 from megatron_blackmamba.ops.context import from_next, sum_before
-from megatron_blackmamba.ops.ssd.chunked import scan
+from megatron_blackmamba.ops.ssd import chunked
 from megatron_blackmamba.ops.ssd.part import scan_cut
 from megatron_blackmamba.ops.ssd.turned import Inputs, Rates, document_sums, each_input, turned
 
@@ -120,8 +120,8 @@ def mamba3(
         D_H, mix_HRP, None if memory is None else _start(memory, before_BLH[:, 0], mix_HRP), reset_BL,
     )  # fmt: skip
     if group is not None:
-        return scan_cut(scan, inputs, group), None
-    y_BLHP, state_BHPN = scan(inputs)
+        return scan_cut(chunked, inputs, group), None
+    y_BLHP, state_BHPN = chunked.scan(inputs)
     if memory is None:
         return y_BLHP, None
     B_BHRN = turned(B_BLRGN[:, -1].to(compute), B_bias_HRN, angle_BLHS[:, -1])

@@ -16,19 +16,15 @@ from torch import Tensor
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows
 from megatron_blackmamba.ops.ssd import triton_backward, triton_forward
+from megatron_blackmamba.ops.ssd.chunked import CHUNK
+from megatron_blackmamba.ops.ssd.costs import STATES, WIDEST, heads_of_program
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
 
 __all__ = ["final_state", "scan", "unavailable", "unsupported"]
 
-CHUNK = 64
-"""Rows of a chunk: a tile of 64 x 64 decays takes 32 registers of a thread in four warps."""
-WIDEST = 128
-"""Channels of a head, and its state."""
-STATES = 64 * 128
-"""Numbers of a state that four warps hold, 64 in each thread."""
-PROGRAMS = 4 * 132
-"""Programs that fill an H100 or H200 evenly."""
+TILE = 64 * 128
+"""Numbers of a state that four warps hold in `pass_states`, 64 in each thread."""
 OUTPUT_HEADS = 4
 """Heads of a program of outputs: they share the products of B and C."""
 BLOCK_H = 16
@@ -71,7 +67,7 @@ class _Scan(torch.autograd.Function):
             triton_forward.outputs[(p.chunks, p.batch, p.G * triton.cdiv(p.sizes["HEADS"], share))](
                 p.x, p.B, p.C, p.or_x(p.D_H), *p.sums, states, y, p.rows, *_strides(p.x, p.B, p.C, y), p.chunks,
                 **p.sizes, **p.blocks, SHARE=share, R=R, WEIGHTED=p.A_H is not None, HAS_D=p.D_H is not None,
-                num_warps=4,
+                num_warps=4, num_stages=3 if p.narrow else 1,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.R = R
@@ -94,21 +90,24 @@ class _Scan(torch.autograd.Function):
             *p.rate.stride()[:2], *drate.stride()[:2], p.chunks, **p.sizes, **p.blocks, R=p.R,
             FROM_DT=p.A_H is not None, HAS_BIAS=p.bias_H is not None, HAS_D=p.D_H is not None, num_warps=4,
         )  # fmt: skip
-        heads, block_n = p.sizes["HEADS"], min(p.blocks["BLOCK_N"], CHUNK)
+        heads, block_n = p.sizes["HEADS"], min(p.blocks["BLOCK_N"], STATES)
         blocks = triton.cdiv(p.N, block_n)
-        share = min(heads, triton.cdiv(p.chunks * p.batch * p.G * blocks * heads, PROGRAMS))
+        share = heads_of_program(p.chunks * p.batch, p.G, heads, p.N)
         shares = triton.cdiv(heads, share)
         sums = torch.float32 if shares > 1 else p.products
         dB, dC = (empty_like_rows(v.flatten(2), sums, p.G * shares * p.N) for v in (p.B, p.C))
         triton_backward.of_groups[(p.chunks, p.batch, p.G * shares * blocks)](
             p.x, p.B, p.C, *p.sums, states, dends, dy, dB, dC, p.rows, *_strides(p.x, p.B, p.C, dy),
             *dB.stride()[:2], *dC.stride()[:2], p.chunks, **p.sizes, BLOCK_P=p.blocks["BLOCK_P"], BLOCK_N=block_n,
-            SHARE=share, R=p.R, WEIGHTED=p.A_H is not None, num_warps=4, num_stages=2,
+            SHARE=share, R=p.R, WEIGHTED=p.A_H is not None, num_warps=4, num_stages=2 if p.narrow else 1,
         )  # fmt: skip
         found = dict(zip(("A_H", "D_H", "dt_bias_H"), parts_BKMH.sum((0, 1)), strict=True))
         found |= {"x_BLHP": dx, "dt_BLH": drate, "initial_state_BHPN": dstart_BHPN}
-        for name, parts in (("B_BLGN", dB), ("C_BLGN", dC)):
-            found[name] = parts.unflatten(2, (p.G, shares, p.N)).sum(3) if shares > 1 else parts.unflatten(2, (p.G, -1))
+        for name, parts, like in (("B_BLGN", dB, p.B), ("C_BLGN", dC, p.C)):
+            found[name] = parts.unflatten(2, (p.G, -1))
+            if shares > 1:
+                found[name] = empty_like_rows(like.flatten(2), torch.float32).unflatten(2, (p.G, -1))
+                torch.sum(parts.unflatten(2, (p.G, shares, p.N)), 3, out=found[name])
         given = inputs._asdict()
         return None, *(
             found[name].to(given[name].dtype) if needed else None
@@ -127,7 +126,8 @@ class _Problem:
         )
         (self.batch, self.rows, H, P), (self.G, N) = x.shape, B.shape[2:]
         self.H, self.N, self.chunks = H, N, triton.cdiv(self.rows, CHUNK)
-        self.products = torch.bfloat16 if {x.dtype, B.dtype, C.dtype} == {torch.bfloat16} else torch.float32
+        self.narrow = {x.dtype, B.dtype, C.dtype} == {torch.bfloat16}
+        self.products = torch.bfloat16 if self.narrow else torch.float32
         self.sizes = {"H": H, "HEADS": H // self.G, "P": P, "N": N, "T": CHUNK}
         self.blocks = {"BLOCK_P": _block(P), "BLOCK_N": _block(N)}
         self.sums = self.new(3, self.batch, H, self.chunks * CHUNK).unbind()
@@ -157,11 +157,11 @@ def _states(
     P, N, block_p = p.sizes["P"], p.N, p.blocks["BLOCK_P"]
     states = p.new(p.batch, p.chunks if save else 0, p.H, P, N, dtype=p.products)
     end_BHPN = p.new(p.batch, p.H, P, N)
-    block_n = min(p.blocks["BLOCK_N"], STATES // block_p)
+    block_n = min(p.blocks["BLOCK_N"], TILE // block_p)
     triton_forward.pass_states[(p.H * triton.cdiv(N, block_n), p.batch)](
         x, B, *p.sums, p.or_x(start), states, end_BHPN, p.rows, *_strides(x, B), p.chunks,
         **p.sizes, BLOCK_P=block_p, BLOCK_N=block_n, REVERSE=dy is not None, SAVE=save, HAS_START=start is not None,
-        WEIGHTED=dy is None and p.A_H is not None, num_warps=4,
+        WEIGHTED=dy is None and p.A_H is not None, num_warps=4, num_stages=3 if p.narrow else 2,
     )  # fmt: skip
     return states, end_BHPN
 
