@@ -34,7 +34,7 @@ def heads_of_program(chunks: int, G: int, heads: int, N: int) -> int:
 
 
 def working_in_triton(at: Sizes, I: int, H: int, G: int, N: int) -> int:
-    """Return the bytes of the backward pass: gradients, states and their gradients, sums of steps, shares of B and C."""
+    """Return the bytes of the backward pass: gradients, states twice, sums of steps, shares of B and C."""
     chunks = at.whole // CHUNK + 1
     shares = -(-H // G // heads_of_program(chunks, G, H // G, N))
     gradients = at.width * at.whole * (I + 2 * G * N + H)

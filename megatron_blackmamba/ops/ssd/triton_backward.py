@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_blackmamba.ops.ssd.triton_forward import decays_between, load_rows, product, state_at
-from megatron_blackmamba.ops.triton_decode_shared import narrowed
-from megatron_blackmamba.ops.triton_math import sigmoid
+from megatron_blackmamba.ops.triton_math import narrowed, sigmoid
 
 
 @triton.jit
