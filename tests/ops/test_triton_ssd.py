@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.ops import test_mamba3
 from tests.ops.implementations import assert_close
 from tests.ops.test_ssd import ACTIVATIONS, OPTIONAL, problem, values_and_gradients
 from tests.thorough import thorough
@@ -129,12 +130,32 @@ def test_final_state_needs_no_outputs_and_backward_only_inputs(interpreted):
     assert torch.equal(end, alone) and only_inputs
 
 
+def mamba3_results(tensors, reset):
+    from megatron_blackmamba.ops.mamba3 import mamba3
+
+    def scan(leaves, reset, memory):
+        given = (leaves[name] for name in ("B", "C", "B_bias", "C_bias", "D"))
+        rates, mix = test_mamba3.rates_of(leaves), leaves.get("mix")
+        return mamba3(leaves["x"], rates, *given, mix_HRP=mix, memory=memory, reset_BL=reset, backend="triton")
+
+    return test_mamba3.values_and_gradients(scan, tensors, reset, torch.float32, True)
+
+
+@pytest.mark.parametrize("R", [1, pytest.param(4, marks=thorough)])
+def test_mamba3_matches_its_recurrence(interpreted, R):
+    inputs = test_mamba3.problem(B=1, L=70, H=2, G=1, reset="some", R=R)
+    expected = test_mamba3.values_and_gradients(test_mamba3.defined, *inputs, torch.float64, True)
+    assert_close(interpreted(mamba3_results, *inputs), expected, 1e-5)
+
+
 def refusals(x):
+    from megatron_blackmamba.ops import backends
     from megatron_blackmamba.ops.ssd import Inputs, triton
 
     def why_not(x_BLHP, N=4):
         B_BLGN = x_BLHP.new_ones(*x_BLHP.shape[:2], 1, N)
-        return triton.unsupported(Inputs(x_BLHP, x_BLHP[..., 0], -torch.ones(x_BLHP.shape[2]), B_BLGN, B_BLGN))
+        inputs = Inputs(x_BLHP, x_BLHP[..., 0], -torch.ones(x_BLHP.shape[2]), B_BLGN, B_BLGN)
+        return backends.unsupported(triton, inputs)
 
     return [why_not(x), why_not(x.double()), why_not(x, N=256), why_not(x[:, :0])]
 

@@ -35,6 +35,7 @@ class Mamba3Mixer(MegatronModule):
         model = config.described
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
+        self.backend = "triton" if config.kernels.ssd == "triton" else "chunked"
         ranks = self.tp_group.size()
         whole = in_proj(model)
         self.rows = whole.share(ranks)
@@ -77,6 +78,7 @@ class Mamba3Mixer(MegatronModule):
             mix_HRP=self.mimo_x,
             reset_BL=reset_BS,
             group=self.context,
+            backend=self.backend,
         )
         if self.norm is not None:
             y = self.norm(y.flatten(-2)).unflatten(-1, y.shape[-2:])

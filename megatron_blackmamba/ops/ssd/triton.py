@@ -9,20 +9,22 @@ Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N s
 K chunks, U rows: L * R.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.gradients import first_order
-from megatron_blackmamba.ops.library import empty_like_rows
-from megatron_blackmamba.ops.ssd import triton_backward, triton_forward
+from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
+from megatron_blackmamba.ops.ssd import chunked, triton_backward, triton_forward
 from megatron_blackmamba.ops.ssd.chunked import CHUNK
 from megatron_blackmamba.ops.ssd.costs import STATES, WIDEST, heads_of_program
 from megatron_blackmamba.ops.ssd.inputs import Inputs
-from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
+from megatron_blackmamba.ops.triton_support import GRID
 
-__all__ = ["final_state", "scan", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 TILE = 64 * 128
 """Numbers of a state that four warps hold in `pass_states`, 64 in each thread."""
 OUTPUT_HEADS = 4
@@ -30,27 +32,41 @@ OUTPUT_HEADS = 4
 BLOCK_H = 16
 
 
-def unsupported(inputs: Inputs) -> str | None:
-    x_BLHP, N = inputs.x_BLHP, inputs.state_size
-    if not x_BLHP.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if x_BLHP.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"computes in float32, the input is {x_BLHP.dtype}"
-    if max(x_BLHP.shape[3], N) > WIDEST:
-        return f"heads have at most {WIDEST} channels and states, not {x_BLHP.shape[3]} and {N}"
-    if x_BLHP.numel() == 0 or N == 0:
+def unsupported(inputs: Any) -> str | None:
+    """Return why the kernels do not scan the inputs of `ssd` or of Mamba-3, or None."""
+    (B, _, H, P), N = inputs.x_BLHP.shape, inputs.state_size
+    if max(P, N) > WIDEST:
+        return f"heads have at most {WIDEST} channels and states, not {P} and {N}"
+    if CHUNK % inputs.rows:
+        return f"the rows of a token divide {CHUNK}, not {inputs.rows}"
+    if inputs.x_BLHP.numel() == 0 or N == 0:
         return "the input is empty"
-    return too_long(x_BLHP.shape[0], 1, 1) or too_long(x_BLHP.shape[2], 1, 1)
+    return f"at most {GRID:,} sequences, and half as many heads" if max(B, 2 * H) > GRID else None
 
 
-def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return _Scan.apply(1, *inputs)
+def scan(inputs: Any) -> tuple[Tensor, Tensor]:
+    """Scan the inputs of `ssd`, or those of Mamba-3 in segments."""
+    return _Scan.apply(1, *inputs) if isinstance(inputs, Inputs) else chunked.scan(inputs, _segment)
 
 
 @torch.no_grad()
-def final_state(inputs: Inputs) -> Tensor:
+def final_state(inputs: Any) -> Tensor:
     """Return the state behind the last token, at a part of the cost of a scan."""
-    return _states(_Problem(1, inputs), save=False)[1]
+    if isinstance(inputs, Inputs):
+        return _states(_Problem(1, inputs), save=False)[1]
+    return chunked.final_state(inputs)
+
+
+def _segment(inputs: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a segment of Mamba-3, and the state behind it; what is not the scan stays in PyTorch."""
+    R, terms = inputs.rows, chunked.in_chunks(inputs, inputs.x_BLHP.shape[1]).terms(state.dtype, outputs=True)
+    wide = (terms.x_BKUHP, terms.B_BKGUN.transpose(2, 3), terms.C_BKGUN.transpose(2, 3))
+    x, B, C = (v[:, 0].to(inputs.x_BLHP.dtype) for v in wide)
+    y_BUHP, end_BHPN = _Scan.apply(R, x, terms.steps_BKTH[:, 0], None, B, C, None, None, state, inputs.reset_BL)
+    B, C = (v.unflatten(3, (-1, R)) for v in (terms.B_BKGUN, terms.C_BKGUN))
+    own = (C * B).sum(-1, keepdim=True) if R == 1 else C @ B.mT
+    y_BLHP = chunked.with_own_token(y_BUHP[:, None], own, terms)[:, 0].to(inputs.x_BLHP.dtype)
+    return y_BLHP if R == 1 else y_BLHP.unflatten(1, (-1, R)), end_BHPN
 
 
 class _Scan(torch.autograd.Function):
@@ -62,7 +78,8 @@ class _Scan(torch.autograd.Function):
         with torch.cuda.device_of(inputs.x_BLHP):
             p = _Problem(R, inputs)
             states, end_BHPN = _states(p)
-            y = empty_like_rows(p.x.flatten(2)).unflatten(2, p.x.shape[2:])
+            wide = torch.float32 if p.A_H is None else None  # Mamba-3 adds to it
+            y = empty_like_rows(p.x.flatten(2), wide).unflatten(2, p.x.shape[2:])
             share = min(OUTPUT_HEADS, p.sizes["HEADS"])
             triton_forward.outputs[(p.chunks, p.batch, p.G * triton.cdiv(p.sizes["HEADS"], share))](
                 p.x, p.B, p.C, p.or_x(p.D_H), *p.sums, states, y, p.rows, *_strides(p.x, p.B, p.C, y), p.chunks,
@@ -79,7 +96,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, dy, dend_BHPN):
         inputs = Inputs(*ctx.saved_tensors)
         p = _Problem(ctx.R, inputs)
-        dy = torch.zeros_like(p.x) if dy is None else _unit_stride(dy)
+        dy = torch.zeros_like(p.x) if dy is None else with_channels_contiguous(dy)
         states, _ = _states(p)
         dends, dstart_BHPN = _states(p, dy, dend_BHPN)
         dx, drate = empty_like_rows(p.x.flatten(2)).unflatten(2, p.x.shape[2:]), empty_like_rows(p.rate)
@@ -120,7 +137,7 @@ class _Problem:
 
     def __init__(self, R: int, inputs: Inputs) -> None:
         x, rate, A_H, B, C, D_H, bias_H, start, reset_BL = inputs
-        self.R, self.x, self.rate, self.B, self.C = R, *(_unit_stride(v) for v in (x, rate, B, C))
+        self.R, self.x, self.rate, self.B, self.C = R, *(with_channels_contiguous(v) for v in (x, rate, B, C))
         self.A_H, self.D_H, self.bias_H, self.start = (
             None if v is None else v.float().contiguous() for v in (A_H, D_H, bias_H, start)
         )
@@ -169,10 +186,6 @@ def _states(
 def _strides(*tensors: Tensor) -> list[int]:
     """Return the strides of sequences, rows, and heads or groups."""
     return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _block(size: int) -> int:
