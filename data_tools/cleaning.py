@@ -30,7 +30,7 @@ try:
 except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = object
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK
@@ -166,7 +166,7 @@ def _end_with(parent: int, _: _Local) -> None:
 def require_datatrove() -> None:
     """Refuse to start without datatrove; keep its log off the terminal."""
     if PipelineStep is object:
-        raise InputError("datatrove is not installed. Install it with: pip install 'megatron-blackmamba[dedup]'")
+        raise InputError("datatrove is not installed. Install it with: pip install -e '.[dedup]'")
     logger.remove()
 
 

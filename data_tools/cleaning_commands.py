@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from megatron_blackmamba.console.options import taking
+from megatron_blackmamba.console.progress import Progress, State
 from megatron_blackmamba.data_tools.options import (
     CleaningOptions,
     DecontaminationOptions,
     DedupOptions,
     FilterOptions,
 )
-from megatron_blackmamba.options import taking
-from megatron_blackmamba.progress import Progress, State
 
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.cleaning import Cleaning

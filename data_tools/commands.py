@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_blackmamba.console.options import taking
 from megatron_blackmamba.data_tools.cleaning_commands import decontaminate, dedup, filter_
 from megatron_blackmamba.data_tools.options import TokenizeOptions, sharding
 from megatron_blackmamba.data_tools.progress import counted, listed, short
-from megatron_blackmamba.options import taking
 
 if TYPE_CHECKING:
     from megatron_blackmamba.data_tools.tokenization import Summary

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from megatron_blackmamba.progress import Progress, State
+from megatron_blackmamba.console.progress import Progress, State
 
 
 class Count(NamedTuple):

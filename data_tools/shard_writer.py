@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.data_tools.batches import Batch, ReadOptions, Rejecter
 from megatron_blackmamba.data_tools.hold_out import HoldOut, packed
 from megatron_blackmamba.data_tools.options import TokenizeOptions

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast, get_args
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.hold_out import SIDES, HoldOut, Side, hold_out_of
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder

@@ -7,7 +7,7 @@ import _signal  # built in; `signal` takes longer to import than all that comes 
 
 _signal.pthread_sigmask(_signal.SIG_BLOCK, {_signal.SIGINT})
 
-from megatron_blackmamba import interrupts  # noqa: E402
+from megatron_blackmamba.console import interrupts  # noqa: E402
 
 
 def main() -> None:

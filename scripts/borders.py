@@ -77,7 +77,7 @@ BORDERS = (
         ("0.10.0", NEWEST),
         {"cleaning": [*PYTEST, "tests/data_tools/test_dedup.py", "tests/data_tools/test_cleaning.py"]},
     ),
-    Border("tokenizers", (NEWEST,), {"tokenizers": [*PYTEST, "tests/test_tokenizer.py", "tests/test_short_texts.py"]}),
+    Border("tokenizers", (NEWEST,), {"tokenizers": [*PYTEST, "tests/tokenizer"]}),
     Border("openai", ("1.56.0", NEWEST), {"endpoint": [*PYTEST, "tests/serving", "-k", "openai or client"]}),
 )
 

@@ -11,10 +11,11 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def run(python: str) -> Result:
     version = subprocess.check_output([python, "-c", "import platform; print(platform.python_version())"], text=True)
     venv, commit, begun = f".venv-{version.strip()}", git("rev-parse", "--short=10", "HEAD"), time.monotonic()
-    done = subprocess.run(["make", "test", f"PYTHON={python}", f"VENV={venv}"], cwd=ROOT, **borders.CAPTURED)
+    words = ["make", "test", f"PYTHON={python}", f"VENV={venv}"]
+    done = subprocess.run(words, cwd=ROOT, env=without_make(os.environ), **borders.CAPTURED)
     if done.returncode:
         (ROOT / venv / "failed.log").write_text(done.stdout)
     return Result(
@@ -73,6 +75,12 @@ def run(python: str) -> Result:
         borders.processor(),
         borders.versions_in(ROOT / venv / "bin" / "python", BESIDE),
     )
+
+
+def without_make(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what a user's shell has: `make pythons` hands its own ARGS and flags down, which pytest would be given."""
+    ours = ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS")
+    return {name: value for name, value in environment.items() if name not in ours}
 
 
 def git(*words: str) -> str:

@@ -1,6 +1,6 @@
 """Interrupt every command at random moments, as Ctrl-C in a terminal does, and look at what is left.
 
-`python -m tests.interruptions --times 40 --seed 7` runs all commands, and `tests/test_interrupts.py` a few of them.
+`python -m tests.interruptions --times 40 --seed 7` runs all commands, `tests/console/test_interrupts.py` a few.
 """
 
 import argparse

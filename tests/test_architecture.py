@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba.cli import EXTRAS
 from tests.engine import changes_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
 LAYERS = [
-    {"version", "settings", "registry", "interrupts", "progress", "short_texts", "options"},
+    {"version", "settings", "registry", "console"},
     {"costs", "formats", "optimizers"},
     {"ops", "tokenizer"},
     {"routers", "norms", "hf"},
-    {"kinds"},
+    {"layers"},
     {"config"},
     {"engine"},
     {"runtime"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"training", "inference"},
     {"evaluation", "serving"},
     {"report", "launch", "trace"},
-    {"quickstart", "study", "errors", "hints"},
+    {"quickstart", "study"},
     {"api", "cli"},
 ]
 TRAINING = [
@@ -37,8 +38,10 @@ TRAINING = [
 """The groups of `training`, lowest first."""
 IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for group in groups}
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
-KINDS = ("kinds", "routers", "norms", "optimizers")
-TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "interrupts", "progress", "options"}
+KINDS = ("layers", "routers", "norms", "optimizers")
+OF_KINDS = {"__init__", "base", "cost", "decoding", "kind", "recurrent", "rows"}
+"""The files of layers that the config reads. The others in a layer's folder are part of the model."""
+TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "console"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -48,7 +51,8 @@ def files_of(folder):
 
 
 def package_of(path):
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "model" if package == "layers" and path.stem not in OF_KINDS else package
 
 
 def imported(path, at_import=False):
@@ -149,11 +153,11 @@ def test_modeling_files_import_only_ops():
 
 
 def test_ops_and_kinds_do_not_import_megatron():
-    for path in [path for package in ("ops", *KINDS) for path in files_of(PACKAGE / package)]:
+    for path in [path for path in files_of(PACKAGE) if package_of(path) in ("ops", *KINDS)]:
         assert not any(name.split(".")[0] == "megatron" for name in imported(path)), path
 
 
-CHANGING = ("megatron_blackmamba.engine.parts", "megatron_blackmamba.model", "megatron_blackmamba.data.")
+CHANGING = ("megatron_blackmamba.engine.parts", "megatron_blackmamba.model")
 """Packages whose import changes megatron-core."""
 
 
@@ -166,14 +170,13 @@ def test_megatron_is_changed_before_it_is_imported(path):
         assert name.split(".")[0] != "megatron", f"import {CHANGING[0]} first"
 
 
-def test_packages_that_change_megatron_do_so_first():
-    for package in ("model", "data"):
-        first = next(imported(PACKAGE / package / "__init__.py", at_import=True))
-        assert first == "megatron_blackmamba.engine.parts", package
+def test_model_changes_megatron_first():
+    first = next(imported(PACKAGE / "model" / "__init__.py", at_import=True))
+    assert first == "megatron_blackmamba.engine.parts"
 
 
 def test_kinds_import_torch_only_inside_methods():
-    for path in [path for package in KINDS for path in files_of(PACKAGE / package)]:
+    for path in [path for path in files_of(PACKAGE) if package_of(path) in KINDS]:
         assert not any(name.split(".")[0] == "torch" for name in imported(path, at_import=True)), path
 
 
@@ -191,10 +194,16 @@ def test_command_line_and_config_start_without_torch(module):
     assert heavy.strip() == "[]"
 
 
+def test_no_other_package_imports_an_extra():
+    extras = {name.rpartition(".")[2] for name in EXTRAS.values()}
+    users = [path for path in files_of(PACKAGE) if packages_imported(path) & extras - {package_of(path)}]
+    assert users == [], "name its commands in cli.EXTRAS instead"
+
+
 def test_workers_are_spawned_with_interrupts_blocked():
     """Python's resource tracker unblocks SIGINT as it starts: `interrupts.spawn_context` blocks it again."""
     for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
-        if path != PACKAGE / "interrupts.py":
+        if path != PACKAGE / "console" / "interrupts.py":
             assert not re.search(
                 r"get_context\(\"(spawn|forkserver)|multiprocessing\.(Process|Pool)", path.read_text()
             ), path
@@ -251,7 +260,7 @@ def test_training_page_lists_exactly_the_routers():
 def test_files_stay_under_500_lines():
     code = [
         path
-        for folder in ("megatron_blackmamba", "data_tools", "tests", "benchmarks")
+        for folder in ("megatron_blackmamba", "data_tools", "tests", "benchmarks", "studies")
         for path in files_of(ROOT / folder)
     ]
     assert [f"{p.relative_to(ROOT)}: {n}" for p in code if (n := len(p.read_text().splitlines())) > MOST_LINES] == []
@@ -261,6 +270,52 @@ def test_folders_of_tests_are_packages():
     """Without `__init__.py` two files of one name in two folders stop the whole collection."""
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     assert sorted(str(folder) for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
+MAY_CHANGE = {
+    "formats/events.py": "the table of events, filled as their classes are defined",
+    "training/metrics/base.py": "the table of metrics, filled as their functions are defined",
+    "evaluation/workers.py": "the tokenizer of a worker process",
+}
+"""Files outside runtime/, engine/ and console/interrupts.py with module-level state that changes."""
+CHANGES_IT = {"append", "add", "clear", "pop", "update", "extend", "remove", "setdefault", "insert", "discard"}
+
+
+def changes_state(tree):
+    """Return whether a function assigns to a global name, or changes what a module-level name refers to."""
+    names = {node.id for top in tree.body for node in ast.walk(top) if isinstance(top, ast.Assign | ast.AnnAssign)
+             and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}  # fmt: skip
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        inside = list(ast.walk(function))
+        own = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {node.arg for node in inside if isinstance(node, ast.arg)}
+        for node in inside:
+            called = isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES_IT
+            stored = isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            target = getattr(node.func if called else node, "value", None) if called or stored else None
+            if isinstance(node, ast.Global) or (isinstance(target, ast.Name) and target.id in names - own):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("A = []\ndef f():\n    A.append(1)", True),
+        ("a = 1\ndef f():\n    global a\n    a = 2", True),
+        ("A = {}\ndef f():\n    A[1] = 2", True),
+        ("A = []\ndef f(A):\n    A.append(1)", False),
+    ],
+)
+def test_changes_to_module_state_are_found(code, changes):
+    assert changes_state(ast.parse(code)) == changes
+
+
+def test_module_state_changes_in_few_places():
+    found = {str(path.relative_to(PACKAGE)) for path in files_of(PACKAGE) if changes_state(ast.parse(path.read_text()))}
+    found |= {path.name for path in files_of(ROOT / "data_tools") if changes_state(ast.parse(path.read_text()))}
+    free = {name for name in found if name.startswith(("runtime/", "engine/")) or name == "console/interrupts.py"}
+    assert found - free == MAY_CHANGE.keys()
 
 
 def test_no_benchmark_hides_a_standard_module():

@@ -4,7 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
-from megatron_blackmamba.errors import in_words
+from megatron_blackmamba.cli.errors import in_words
 from megatron_blackmamba.formats import atomic
 
 COMMANDS = [

@@ -1,6 +1,6 @@
 """lm-eval's own command line, `python -m megatron_blackmamba.evaluation`, with the model `blackmamba`."""
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 
 if __name__ == "__main__":
     interrupts.watch()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_blackmamba.console.progress import Progress, State
 from megatron_blackmamba.evaluation.evaluate import Options, evaluate
 from megatron_blackmamba.evaluation.table import all_texts, show
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.progress import Progress, State
 
 WIDTH = 160
 """Columns where the output goes to a file."""

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from megatron_blackmamba.console.options import taking
 from megatron_blackmamba.evaluation.options import Options
 from megatron_blackmamba.inference.commands import Device
 from megatron_blackmamba.interchange.commands import Json, Out, Precision, Target, TokenizerFile
-from megatron_blackmamba.options import taking
 
 
 @taking(Options)
@@ -74,10 +74,10 @@ def keep_bias(
 
     [dim]blackmamba keep-bias runs/tiny exports/kept --to hf --text book.txt[/dim]
     """
+    from megatron_blackmamba.console.progress import working
     from megatron_blackmamba.evaluation.keep_bias import kept
     from megatron_blackmamba.interchange import convert
     from megatron_blackmamba.interchange.open import open_model
-    from megatron_blackmamba.progress import working
 
     with working("finding the bias"):
         found, gain = kept(open_model(model, tokenizer), text, tokens, device)

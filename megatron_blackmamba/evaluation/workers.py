@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.scoring import Batch, Score, score, score_all
 from megatron_blackmamba.inference import Decoder, load

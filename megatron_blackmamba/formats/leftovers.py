@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 
 LONGEST_NAME = 255
 HIDDEN = "?"

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.interchange.commands import Averaged, Precision
-from megatron_blackmamba.progress import working
 
 ModelPath = Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")]
 Dtype = Annotated[

@@ -22,7 +22,9 @@ from megatron_blackmamba.interchange.canonical import (
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
-from megatron_blackmamba.kinds import attention, kinds_in, mamba2, unread_keys
+from megatron_blackmamba.layers import kinds_in, unread_keys
+from megatron_blackmamba.layers.attention import kind as attention
+from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
 MODELING_FILES = (
     "cache_blackmamba.py",
@@ -249,7 +251,9 @@ def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
         return dict.fromkeys(SPECIAL_IDS)
     tokenizer.save(folder / "tokenizer.json")
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eod_token)
-    bounded = any(kind.rotary for kind in kinds_in(model.config.pattern))  # a recurrence has no longest sequence
+    bounded = any(
+        kind.rotates(model.config) for kind in kinds_in(model.config.pattern)
+    )  # a recurrence has no longest sequence
     write_json(
         folder / "tokenizer_config.json",
         {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.interchange import hf, native, safetensors_io
 from megatron_blackmamba.interchange.canonical import InterchangeError, cast, finite, watched
 from megatron_blackmamba.interchange.open import open_model

@@ -6,7 +6,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 
 TIMEOUT_S = 90.0
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.formats.atomic import sync_folder
 
 PACKAGE = Path(__file__).resolve().parents[1]

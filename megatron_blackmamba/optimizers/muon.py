@@ -37,7 +37,7 @@ class Muon(OptimizerKind):
         here = ", ".join(f"{name} {'.'.join(map(str, _installed(name))) or 'none'}" for name in NEEDS)
         return (
             "megatron-core 0.19 and emerging-optimizers 0.3, which need Python 3.12 or newer;"
-            f" here: {here}. In an environment of Python 3.12: pip install 'megatron-blackmamba[muon]'"
+            f" here: {here}. In an environment of Python 3.12: pip install -e '.[muon]'"
         )
 
     def megatron(self, settings):

@@ -11,7 +11,7 @@ import torch
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.accumulation import reduction
-from megatron_blackmamba.kinds import LayerKind, kind_of, layers_of
+from megatron_blackmamba.layers import LayerKind, kind_of, layers_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan.activations import Activations
@@ -21,6 +21,8 @@ from megatron_blackmamba.settings import OptimizerConfig
 GIB = 2**30
 RESERVED = int(2.5 * GIB)
 """Assumed: the CUDA context, NCCL's buffers, and what the allocator cannot use."""
+RESERVED_CPU = GIB // 2
+"""Assumed: the private memory of Python, PyTorch and gloo."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
         logits=logits if in_loss else 0,
         working=0 if in_loss else at_work,
         communication=0 if in_loss else sent,
-        reserved=RESERVED,
+        reserved=RESERVED if device == "cuda" else RESERVED_CPU,
     )
 
 

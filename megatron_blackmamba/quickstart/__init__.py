@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba import interrupts
-from megatron_blackmamba.progress import working
+from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin, train
 from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from megatron_blackmamba import interrupts
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import Inside, RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far, read_metrics
@@ -45,6 +45,10 @@ class Quickstart:
     folder: Path
     minutes: float
     processes: int
+
+    @property
+    def duration(self) -> str:
+        return f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
 
     @property
     def seconds_of_steps(self) -> float:
@@ -175,7 +179,7 @@ def measure(q: Quickstart) -> str:
         settings["training"] = {"tokens": steps * run.tokens_per_step}
         atomic.write_text(q.config, yaml.safe_dump(settings, sort_keys=False))
     run = q.composed()
-    return f"{run.steps:,} steps of {run.tokens_per_step:,} tokens fit into {q.minutes:g} minutes on {_processes(q)}"
+    return f"{run.steps:,} steps of {run.tokens_per_step:,} tokens fit into {q.duration} on {_processes(q)}"
 
 
 def train(q: Quickstart) -> str:
@@ -234,7 +238,7 @@ class Pace:
         how = "slower" if self.steps < planned.steps else "faster"
         return (
             f"steps are {how} than measured: {self.steps:,} instead of {planned.steps:,}"
-            f" fit into {self.q.minutes:g} minutes; training resumes"
+            f" fit into {self.q.duration}; training resumes"
         )
 
 

@@ -1,6 +1,6 @@
 """Exit codes of a training process, and the ones after which a launcher must not restart."""
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 
 BAD_INPUT = 2
 """The run was refused: a wrong config, damaged data, a full disk at the start."""

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
 
 LOST_CONTACT = re.compile(
     r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out waiting|store->get|socket", re.IGNORECASE

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_blackmamba import interrupts
+from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.inference.commands import Device, Dtype, ModelPath, TokenizerFile
-from megatron_blackmamba.progress import working
 
 KEY = "BLACKMAMBA_API_KEY"
 
@@ -44,7 +44,7 @@ def chat(
     try:
         from megatron_blackmamba.serving.app import Settings, create_app, create_server
     except ImportError:
-        raise ServingError("starlette or uvicorn is missing: pip install 'megatron-blackmamba[chat]'") from None
+        raise ServingError("starlette or uvicorn is missing: pip install -e '.[chat]'") from None
     from megatron_blackmamba.inference import load
     from megatron_blackmamba.interchange.commands import torch_dtype
     from megatron_blackmamba.serving.completion import Limits

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from megatron_blackmamba.console.progress import Progress, State, clock
 from megatron_blackmamba.formats.step_records import metrics_so_far
-from megatron_blackmamba.progress import Progress, State, clock
 from megatron_blackmamba.study.afford import own_steps
 from megatron_blackmamba.study.runs import Cell
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_blackmamba.options import taking
+from megatron_blackmamba.console.options import taking
 from megatron_blackmamba.study.options import HowToRun
 
 

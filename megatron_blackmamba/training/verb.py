@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_blackmamba import interrupts
 from megatron_blackmamba.config.arguments import Configs, compose
+from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.runtime.exits import INTERRUPTED, RESTARTS
 
 MOST_PER_CORE = 16

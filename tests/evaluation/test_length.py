@@ -17,7 +17,7 @@ from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.tokenizer import load_tokenizer
 from tests.evaluation.conftest import random_model, sentence
-from tests.test_tokenizer import saved, trained
+from tests.tokenizer.test_tokenizer import saved, trained
 
 LONG = 160
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_blackmamba.errors import may_pass
+from megatron_blackmamba.cli.errors import may_pass
 from megatron_blackmamba.formats import shards
 from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.shards import Shard, ShardError, ShardManifest, SourceFile

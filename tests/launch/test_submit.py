@@ -212,7 +212,7 @@ def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, mo
         call = (tmp_path / f"call_{job}").read_text().splitlines()
         assert call[:2] == ["--parsable", str(folder / "job.sbatch")]
         assert "SLURM_JOB_ID=" in call  # not of the job that launches
-        needed = ["code/megatron_blackmamba/cli.py", "code/scripts/slurm/train_job.sh", "config.yaml", "../../logs"]
+        needed = ["code/megatron_blackmamba/api.py", "code/scripts/slurm/train_job.sh", "config.yaml", "../../logs"]
         assert {str(folder / name) for name in needed} <= set(call)
     written = load(str(folder / "config.yaml"))
     assert written.folder == str(tmp_path / "runs")

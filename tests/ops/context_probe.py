@@ -33,7 +33,7 @@ from tests.runtime.ranks import fork_ranks
 
 PARTS = ((0, 9), (9, 26), (26, 40))
 RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
-BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
+BACKENDS = ("float64", "chunked", *(f"cpp-{isa}" for isa in ISAS[-1:]))
 INTERPRETED = ("triton",) if find_spec("triton") else ()
 MAMBA3 = {"mamba3": 1, "mimo": 3}
 """Operation -> inputs of a head."""
@@ -123,7 +123,7 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
 def cases() -> list[tuple[str, str, str]]:
     every = [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
     every += [(op, reset, backend) for op in ("ssd", *MAMBA3) for reset in RESETS for backend in ("float64", "chunked")]
-    return every + [(operation, "some", backend) for operation in ("scan", "conv") for backend in INTERPRETED]
+    return every + [(operation, "some", backend) for operation in ("scan", "conv", "ssd") for backend in INTERPRETED]
 
 
 def body(folder: Path, chosen: list[tuple[str, ...]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig, groups
 from megatron_blackmamba.engine import changes
-from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.engine.parts import schedule
 from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
 from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.engine.parts.optimizer import Built
@@ -17,7 +17,6 @@ from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.runtime.world import World
 
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -82,12 +81,7 @@ def make_trainable(
         )
     built = Built(optimizer, reduced, model, kind, settings)
     changes.apply(changes.OPTIMIZER, built, skip=skip)
-    replace(model.config, "finalize_model_grads_func", finalize_model_grads)
-    replace(model.config, "grad_scale_func", optimizer.scale_loss)
-    if how.overlap_grad_reduce:
-        replace(model.config, "no_sync_func", reduced.no_sync)
-        if how.overlap_param_gather:
-            replace(model.config, "param_sync_func", reduced.start_param_sync)
+    schedule.connect(model.config, optimizer, reduced)
     decay = config.training.ema
     return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None)
 
