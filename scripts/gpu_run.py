@@ -31,7 +31,9 @@ BIG = [
     *("blackmamba_1.5b", "parallel.expert=1", "training.micro_batch=18", "training.global_batch=18"),
     *("training.steps=300", "checkpoint.every=100", "checkpoint.keep_last=1"),
 ]
-SMALL = ["tiny", "training.precision=bf16", "training.tokens=61440", "checkpoint.every=10"]
+SMALL = ["tiny", "training.precision=bf16", "training.tokens=204800", "checkpoint.every=10"]
+SAVING_SECONDS = 20
+"""A run that has no more time may save for so long."""
 COMMON = ["training.evaluate_every=0", "logging.tensorboard=false", "name=run"]
 LOAD = """
 import sys, torch, transformers
@@ -55,7 +57,10 @@ class Drill:
 
     def start(self, *words: str) -> subprocess.Popen:
         return subprocess.Popen(
-            list(words) or self.words, cwd=ROOT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid())
+            list(words) or self.words,
+            cwd=ROOT,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
 
     def finish(self, process: subprocess.Popen) -> None:
@@ -105,7 +110,7 @@ def stop(process: subprocess.Popen, how: signal.Signals) -> None:
     if process.poll() is None:
         process.send_signal(how)
         try:
-            process.wait(20)
+            process.wait(SAVING_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -117,11 +122,12 @@ def summary(before: dict[str, Any], steps: dict[int, dict[str, Any]]) -> tuple[l
     shown = sorted({1, *(last * part // 8 for part in range(1, 9))} & steps.keys())
     curve = [{"step": step, "loss": steps[step]["loss"], "busiest expert": _busiest(steps[step])} for step in shown]
     first = {int(step): record for step, record in before["steps"].items()}
-    while_saving = [first[step]["speed/step_seconds"] for step in range(saved + 1, written + 1) if step in first]
-    alone = [record["speed/step_seconds"] for step, record in first.items() if 2 < step <= saved]
+    seconds = {step: record["speed/step_seconds"] for step, record in first.items() if "speed/step_seconds" in record}
+    while_saving = [x for step, x in seconds.items() if saved < step <= written]
+    alone = [x for step, x in seconds.items() if 2 < step <= saved]
     rates = [record["speed/mfu"] for step, record in steps.items() if step > 2 and record.get("speed/mfu")]
     costs = {
-        "step, s": statistics.median(alone),
+        "step, s": statistics.median(alone) if alone else None,
         "while saving, s": statistics.median(while_saving) if while_saving else None,
         "steps while saving": written - saved,
         "MFU": f"{statistics.median(rates):.1%}" if rates else None,
@@ -147,7 +153,7 @@ def main() -> int:
     parser.add_argument("--corpus", type=Path, help="corpus.tar.xz, as scripts/gpu_study.sh takes it")
     parser.add_argument("--seconds", type=float, default=300)
     options = parser.parse_args()
-    until, folder = time.monotonic() + options.seconds, options.folder.resolve()
+    until, folder = time.monotonic() + options.seconds - SAVING_SECONDS, options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     words, data = list(SMALL if os.environ.get("REHEARSE") else BIG), ["data.kind=synthetic"]
     if options.corpus:

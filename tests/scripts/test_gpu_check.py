@@ -48,7 +48,7 @@ def test_killed_call_goes_on_to_every_table(tmp_path):
     after = state(results)
     assert before["nccl"]["result"] == "passed" and after["nccl"] == before["nccl"]  # it is not run again
     assert {name for name, found in after.items() if found["result"] == "passed"} == {
-        *("nccl", "step_42", "step", "step_graph", "generation", "run")
+        *("nccl", "step", "step_old", "step_graph", "generation", "run")
     }
     summary = (results / "summary.md").read_text()
     for printed in ("dp2", "gradients ms", "fused ms", "steps repeated", "| check | result | s | date |"):
