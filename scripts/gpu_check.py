@@ -62,10 +62,12 @@ def module(name: str, *words: object) -> list[str]:
     return [sys.executable, "-m", name, *map(str, words)]
 
 
-def tests(*words: str) -> list[str]:
+def tests(*words: str, side_by_side: bool = True) -> list[str]:
     """Return a command for pytest, which needs no plugin."""
     plain = ("-v", "-rs", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider", "--confcutdir=tests/gpu")
-    return module("pytest", *words, *plain, *(("-n", "8") if find_spec("xdist") and not REHEARSED else ()))
+    return module(
+        "pytest", *words, *plain, *(("-n", "8") if side_by_side and find_spec("xdist") and not REHEARSED else ())
+    )
 
 
 def parts(results: Path, carried: Path | None) -> dict[int, Part]:
@@ -74,8 +76,9 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     big = not REHEARSED and torch.cuda.get_device_properties(0).total_memory > GIB_OF_42 * 2**30
     sanitizer = "" if which("compute-sanitizer") else "no compute-sanitizer here"
     few = ["tests/gpu/test_selective_scan.py", "tests/gpu/test_decoding.py", "-k", "not width and not large"]
+    sanitize = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "3"]
     sanitized = [
-        Check(tool, ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *tests(*few, "-x")], sanitizer)
+        Check(tool, [*sanitize, "--tool", tool, *tests(*few, "-x", side_by_side=False)], sanitizer)
         for tool in ("memcheck", "racecheck")
     ]
     old = carried / "old" if carried else None
