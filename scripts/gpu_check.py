@@ -75,7 +75,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     step = partial(_step, results)
     big = not REHEARSED and torch.cuda.get_device_properties(0).total_memory > GIB_OF_42 * 2**30
     sanitizer = "" if which("compute-sanitizer") else "no compute-sanitizer here"
-    few = ["tests/gpu/test_selective_scan.py", "tests/gpu/test_decoding.py", "-k", "not width and not large"]
+    few = ["tests/gpu/test_selective_scan.py", "-k", "do_without"]
     sanitize = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "3"]
     sanitized = [
         Check(tool, [*sanitize, "--tool", tool, *tests(*few, "-x", side_by_side=False)], sanitizer)
