@@ -201,7 +201,7 @@ def _why_no_gpu() -> str:
 
 def _cpuinfo(key: str) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
@@ -210,14 +210,14 @@ def _cpuinfo(key: str) -> str:
 def _memory() -> tuple[int, int]:
     """Return total and free bytes, as limited by the container."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}
         total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
     except OSError:
         total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
         return min(total, limit), min(free, limit - used)
     except (OSError, ValueError):  # no cgroup, or "max"
         return total, free
