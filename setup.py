@@ -51,6 +51,7 @@ S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
 MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
 GGUF = ["gguf>=0.17"]
+STUDIES = ["scipy>=1.11"]  # the analysis in the folder studies/ of the repository
 CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 
 EXTRAS = {
@@ -63,6 +64,7 @@ EXTRAS = {
     "chat": CHAT,
     "gguf": GGUF,
     "muon": MUON,
+    "studies": STUDIES,
     "wandb": ["wandb>=0.17"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -76,6 +78,7 @@ EXTRAS = {
         *CHAT,
         *GGUF,
         *MUON,
+        *STUDIES,
         "jsonschema>=4.18",  # the schema of run files against what they hold
         "openai>=1.56",  # a client of `blackmamba chat`
         "lxml>=5",  # parses the pages

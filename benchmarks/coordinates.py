@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks import _common
 from benchmarks._trainer import a_run, on_random_tokens
-from megatron_blackmamba import kinds
-from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba import layers
+from megatron_blackmamba.config import RunConfig, mup
 
 WIDTHS = (64, 128, 256, 512, 1024)
 LENGTH, SEQUENCES = 64, 4
@@ -57,7 +57,7 @@ def main() -> None:
             {width: mean_sizes(options, letter, width, base) for width in options.widths}
             for base in (options.widths[0], None)
         )
-        tables[f"{kinds.kind_of(letter).name} layers"] = rows(with_, without)
+        tables[f"{layers.kind_of(letter).name} layers"] = rows(with_, without)
     _common.show({"machine": _common.machine("megatron-core"), "tables": tables}, options.json)
 
 
@@ -95,8 +95,9 @@ def values(run: RunConfig, trainer: Any) -> dict[str, Tensor]:
     """Return products with the matrices of the last layer, what it adds to the stream, and the logits."""
     model, kept = trainer.trainable.model, {}
     block = model.decoder.layers[-1]
-    kind = kinds.kind_of(run.model.pattern[-1])
-    readouts = kind.readouts(run.model) or {}
+    kind = layers.kind_of(run.model.pattern[-1])
+    narrower = run.model.mup.model_copy(update={"base_width": run.model.hidden_size // 2})
+    readouts = mup.readouts(kind, run.model.model_copy(update={"mup": narrower}))
 
     def keep(name: str, readout: Sequence[slice]) -> Any:
         def hook(module: Any, inputs: tuple, _: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks import _common
 from megatron_blackmamba.config import load
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.layers import kinds_in
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
 

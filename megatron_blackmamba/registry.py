@@ -59,6 +59,12 @@ def own_module() -> str:
     )
 
 
+def named(name: str) -> Any:
+    """Return what "package.module:name" names: the file of a kind must not import torch."""
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
 class KindError(ValueError):
     """A kind that lacks a definition, contradicts itself, or takes the name of another kind."""
 
@@ -94,9 +100,9 @@ class Registry(Generic[K]):
         self._kinds: dict[str, K] = {}
 
     def discover(self, package: str, folders: Iterable[str]) -> None:
-        """Register every kind that a file of the package defines."""
+        """Register every kind that a file of the package defines, or the file `kind` of a folder in it."""
         for module in iter_modules(folders):
-            name = f"{package}.{module.name}"
+            name = f"{package}.{module.name}.kind" if module.ispkg else f"{package}.{module.name}"
             defined = [x for x in vars(import_module(name)).values() if isinstance(x, type) and x.__module__ == name]
             for kind in defined:
                 if issubclass(kind, self.base) and kind is not self.base:

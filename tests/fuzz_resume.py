@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from megatron_blackmamba import kinds, optimizers, routers
+from megatron_blackmamba import layers, optimizers, routers
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import ConfigError, RunConfig, load
 from megatron_blackmamba.config.load import unread
@@ -153,7 +153,7 @@ def keeps_layout(words: Words) -> bool:
     if config.training.precision != "fp64":
         return True
     kind = routers.kind_of(config.model.router.kind)
-    return kinds.routes(config.model.trained_pattern) and isinstance(kind.layouts(config.model), routers.Cannot)
+    return layers.routes(config.model.trained_pattern) and isinstance(kind.layouts(config.model), routers.Cannot)
 
 
 def run(case: Case, forks: Forks, folder: Path, exports: bool = True) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.rehearsal.record import Op
-from megatron_blackmamba.kinds import Work
+from megatron_blackmamba.layers import Work
 from megatron_blackmamba.plan import roofline
 from megatron_blackmamba.plan.gpus import Gpu
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_blackmamba import kinds, norms, optimizers, routers
+from megatron_blackmamba import layers, norms, optimizers, routers
 from megatron_blackmamba.config import groups, mup
 from megatron_blackmamba.registry import ImportFailed, UnknownKind, own_module
 from megatron_blackmamba.settings import ModelConfig, RunConfig
@@ -33,7 +33,7 @@ def problem_of_model(model: ModelConfig) -> Problem | None:
         ("model.pattern", lambda: _letters(model.pattern)),
         ("model.final_norm", lambda: _norm(model.final_norm)),
         ("model.router", lambda: [" ".join(routers.problems(model.router))]),
-        ("model", lambda: ("; ".join(kind.problems(model)) for kind in kinds.kinds_in(model.pattern))),
+        ("model", lambda: ("; ".join(kind.problems(model)) for kind in layers.kinds_in(model.pattern))),
         ("", lambda: _without_layers(model)),
     )
 
@@ -51,10 +51,12 @@ def _first(*asked: tuple[str, Callable[[], Iterable[str]]]) -> Problem | None:
 
 
 def _letters(pattern: str) -> Iterator[str]:
-    wrong = sorted(set(pattern) - {kind.letter for kind in kinds.all_kinds()})
+    wrong = sorted(set(pattern) - {kind.letter for kind in layers.all_kinds()})
     if wrong or not pattern:
         own = f". {own_module()}" if wrong else ""
-        yield f"a pattern is made of {kinds.described()}; found {wrong or 'nothing'}{own}"
+        yield f"a pattern is made of {layers.described()}; found {wrong or 'nothing'}{own}"
+    for kind in layers.kinds_in(pattern):
+        assert kind.costs  # refuses a cost that leaves a question open
 
 
 def _norm(name: str) -> Iterator[str]:
@@ -64,13 +66,13 @@ def _norm(name: str) -> Iterator[str]:
 
 def _without_layers(model: ModelConfig) -> Iterator[str]:
     """Refuse what is added to layers that the model does not have."""
-    for key, readers in kinds.unread_switches(model).items():
+    for key, readers in layers.unread_switches(model).items():
         yield f"model.{key}: only {readers} have it, and model.pattern={model.pattern} has none. Remove the key."
 
 
 def _without_experts(run: RunConfig) -> Iterator[str]:
     expert, pattern = run.parallel.expert, run.model.pattern
-    if expert > 1 and not kinds.routes(pattern):
+    if expert > 1 and not layers.routes(pattern):
         yield f"parallel.expert={expert}, but the pattern {pattern!r} has no layer with experts"
 
 
@@ -84,7 +86,7 @@ def _in_fp8(run: RunConfig) -> Iterator[str]:
             f" {run.training.precision}. Set both, or leave kernels.linear=local."
         )
     sizes = [("model.hidden_size", run.model.hidden_size, 1)]
-    if kinds.routes(run.model.pattern):
+    if layers.routes(run.model.pattern):
         sizes.append(("model.expert_hidden_size", run.model.expert_hidden_size or 0, run.parallel.expert_tensor))
     for key, size, ranks in sizes:
         if size % (FP8_MULTIPLE * ranks):
@@ -99,7 +101,7 @@ def _exported(run: RunConfig) -> Iterator[str]:
     """Refuse exports of models that a Hugging Face folder cannot hold, before the first one is due."""
     if not run.checkpoint.export_every:
         return
-    reasons = kinds.obstacles(run.model)
+    reasons = layers.obstacles(run.model)
     if run.training.precision == "fp64":
         reasons.append("training.precision=fp64 has no place in a Hugging Face model")
     if reasons:
@@ -128,7 +130,7 @@ def _cut(run: RunConfig) -> Iterator[str]:
     context = run.parallel.context
     if context == 1:
         return
-    for kind in kinds.kinds_in(run.model.pattern):
+    for kind in layers.kinds_in(run.model.pattern):
         if kind.cut is not None:
             yield (
                 f"parallel.context={context} cannot cut the sequences of {kind.name} layers ({kind.letter}):"

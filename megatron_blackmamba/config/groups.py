@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.config import mup
 from megatron_blackmamba.settings import GroupConfig, ModelConfig, OptimizerConfig, RunConfig
 
@@ -22,7 +22,7 @@ def group_of(parameter: str, model: ModelConfig) -> str:
         return "norms"
     if parameter == mup.MTP_PROJECTION:
         return "mixers"
-    mixer = kinds.mixer_of(parameter, model)
+    mixer = layers.mixer_of(parameter, model)
     if mixer is None:
         is_head = parameter.startswith("output_layer.") and not model.tie_embeddings
         return "head" if is_head else "embedding"
@@ -49,7 +49,7 @@ def problems(run: RunConfig) -> Iterator[str]:
     """Refuse factors without effect."""
     settings, model = run.optimizer, run.model
     there = {"embedding", "norms", *([] if model.tie_embeddings else ["head"])}
-    for layer, kind in kinds.named_layers(model):
+    for layer, kind in layers.named_layers(model):
         there |= {group_of(f"{layer}.mixer.{name}", model) for name in kind.shapes(model)}
     for name, group in chosen(settings).items():
         if name not in there:

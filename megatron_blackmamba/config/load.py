@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_blackmamba import kinds, optimizers, routers
+from megatron_blackmamba import layers, optimizers, routers
 from megatron_blackmamba.config import checks, migrations, spellings
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -126,7 +126,7 @@ def load(
         spellings.accept(content)
         _merge(content, merged, origin, OVERRIDE, "")
     spellings.steps_as_tokens(merged, origin, DataConfig.model_fields["sequence_length"].default)
-    for sort in (kinds, routers, optimizers):
+    for sort in (layers, routers, optimizers):
         sort.check_keys(keys())
     _refuse_unknown_keys(merged, origin)
     try:
@@ -167,7 +167,7 @@ def _holds_run(folder: Path) -> bool:
 
 def unread(run: RunConfig, overrides: Iterable[str]) -> Iterator[str]:
     """Yield a note on each override that this run does not read. Files may set keys for several patterns."""
-    useless = {f"model.{key}": readers for key, readers in kinds.unread_keys(run.model.pattern).items()}
+    useless = {f"model.{key}": readers for key, readers in layers.unread_keys(run.model.pattern).items()}
     for override in overrides:
         key = override.partition("=")[0]
         found = next((readers for start, readers in useless.items() if f"{key}.".startswith(f"{start}.")), None)

@@ -1,20 +1,20 @@
 """Width transfer (µP): initial values and learning rates of a model from those of its base model (docs/width.md).
 
 A matrix whose inputs are `growth` times as many as in the base model has a learning rate that is as many times smaller.
-Its initial deviation falls with the root, and that of rows whose number does not grow (`readouts`) with the growth
+Its initial deviation falls with the root, and that of rows whose number does not grow (readouts) with the growth
 itself. All other parameters stay as they are.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba import kinds, optimizers
+from megatron_blackmamba import layers, optimizers
 from megatron_blackmamba.settings import ModelConfig, RunConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MTP_PROJECTION = f"{kinds.MTP}.proj.weight"
+MTP_PROJECTION = f"{layers.MTP}.proj.weight"
 """The only matrix in no layer."""
 
 
@@ -25,7 +25,7 @@ def growth(parameter: str, model: ModelConfig) -> float:
     """
     if model.mup.base_width is None:
         return 1.0
-    mixer = kinds.mixer_of(parameter, model)
+    mixer = layers.mixer_of(parameter, model)
     if mixer is None:
         return model.hidden_size / model.base_width if parameter == MTP_PROJECTION else 1.0
     kind, name = mixer
@@ -39,27 +39,36 @@ def scale_initial(weight: "Tensor", parameter: str, model: ModelConfig) -> "Tens
     if grown == 1:
         return weight
     weight *= grown**-0.5
-    if mixer := kinds.mixer_of(parameter, model):
+    if mixer := layers.mixer_of(parameter, model):
         kind, name = mixer
-        for rows in (kind.readouts(model) or {}).get(name, ()):
+        for rows in readouts(kind, model).get(name, ()):
             weight[rows] *= grown**-0.5
     return weight
+
+
+def readouts(kind: layers.LayerKind, model: ModelConfig) -> dict[str, list[slice]]:
+    """Return the rows whose number is the same in the base model, by the weight's name in the mixer."""
+    before = kind.weights(model.base)
+    return {
+        name: [rows for part, rows in weight.places() if weight.count(part) == before[name].count(part)]
+        for name, weight in kind.weights(model).items()
+    }
 
 
 def problems(run: RunConfig) -> Iterator[str]:
     """Refuse a width transfer of kinds for which no rule is derived."""
     if run.model.mup.base_width is None:
         return
-    for kind in kinds.kinds_in(run.model.pattern):
-        if kind.readouts(run.model) is None:
+    for kind in layers.kinds_in(run.model.pattern):
+        if not kind.widens:
             yield (
                 f"model.mup: {kind.name} layers ({kind.letter}) have no rule for growing widths. Leave"
-                " model.mup.base_width out, or define `readouts` of the kind (docs/extending.md)."
+                " model.mup.base_width out, or set `widens` of the kind (docs/extending.md)."
             )
     if not optimizers.kind_of(run.optimizer.kind).widens:
         able = " or ".join(kind.name for kind in optimizers.all_kinds() if kind.widens)
         yield f"model.mup: optimizer.kind={run.optimizer.kind} has no rule for growing widths. Use {able}."
 
 
-def _shapes(kind: kinds.LayerKind, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(kind: layers.LayerKind, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return kind.shapes(model) | {name: stack.shape for name, stack in kind.stacks(model).items()}

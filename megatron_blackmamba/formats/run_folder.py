@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.settings import RunConfig
+
 WAITING = ".waiting"
 """End of the name of an empty file: lines of the file beside it wait in memory, as on a full disk."""
 
@@ -43,6 +45,11 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunFolder":
+        """Return the folder in which the run of a config trains."""
+        return cls(Path(config.folder) / config.name)
 
     def refuse_obstacles(self) -> None:
         """Raise RunFolderError if a folder stands where a run writes a file, or a file where it needs a folder."""

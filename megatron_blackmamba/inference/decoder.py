@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_blackmamba import norms
 from megatron_blackmamba.inference.linear import linear, threads_for_matrices_alone
 from megatron_blackmamba.inference.weights import Weights, decodings
-from megatron_blackmamba.kinds import Inputs
+from megatron_blackmamba.layers import Inputs
 from megatron_blackmamba.ops import decoding
 from megatron_blackmamba.ops.gated import activated
 from megatron_blackmamba.ops.softcap import capped

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_blackmamba.inference.decoder import Decoder, State, rms_norm
 from megatron_blackmamba.inference.weights import Weights, decodings
-from megatron_blackmamba.kinds import Inputs
+from megatron_blackmamba.layers import Inputs
 
 
 def why_no_draft(weights: Weights) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, MTP_NORMS, Canonical
-from megatron_blackmamba.kinds import MTP, Cannot, Decoding, kinds_in
+from megatron_blackmamba.layers import MTP, Cannot, Decoding, kinds_in
 
 
 @dataclass(frozen=True)

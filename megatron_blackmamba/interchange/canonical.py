@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.kinds import MTP, kinds_in, layers_of, obstacles
+from megatron_blackmamba.layers import MTP, kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 MTP_NORMS = ("embedding_norm.weight", "hidden_norm.weight", "final_norm.weight")

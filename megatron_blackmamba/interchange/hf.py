@@ -22,7 +22,9 @@ from megatron_blackmamba.interchange.canonical import (
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
-from megatron_blackmamba.kinds import attention, kinds_in, mamba2, unread_keys
+from megatron_blackmamba.layers import kinds_in, unread_keys
+from megatron_blackmamba.layers.attention import kind as attention
+from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
 MODELING_FILES = (
     "cache_blackmamba.py",

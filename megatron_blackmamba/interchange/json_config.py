@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.kinds import LayerKind, all_kinds, kinds_in, layers_of
+from megatron_blackmamba.layers import LayerKind, all_kinds, kinds_in, layers_of
 
 MOST_LAYERS, MOST_EXPERTS, LONGEST_ENTRY = 10_000, 2**20, 40
 """Bounds far above any model: a few bytes of a file may describe more names than memory holds."""

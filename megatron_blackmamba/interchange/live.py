@@ -34,7 +34,7 @@ from megatron_blackmamba.interchange.canonical import (
     shapes,
     without_extra_depth,
 )
-from megatron_blackmamba.kinds import stacks_of
+from megatron_blackmamba.layers import stacks_of
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime.world import World

@@ -21,7 +21,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, Past, in_memory, tokenizer_of
 from megatron_blackmamba.interchange.canonical import shapes as canonical_shapes
-from megatron_blackmamba.kinds import Stack, stacks_of
+from megatron_blackmamba.layers import Stack, stacks_of
 from megatron_blackmamba.version import __version__
 
 if TYPE_CHECKING:

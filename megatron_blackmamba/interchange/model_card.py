@@ -9,7 +9,7 @@ import yaml
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.interchange.canonical import Canonical, tokenizer_of
-from megatron_blackmamba.kinds import layers_of, routes
+from megatron_blackmamba.layers import layers_of, routes
 from megatron_blackmamba.routers import kind_of
 
 _GATES = {

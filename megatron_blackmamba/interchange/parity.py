@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_blackmamba.interchange import through_hf, through_megatron
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, tokenizer_of
 from megatron_blackmamba.interchange.observation import Comparison, compare
-from megatron_blackmamba.kinds import obstacles
+from megatron_blackmamba.layers import obstacles
 
 TEXT = """A state-space model reads a sequence once, left to right, and keeps what it needs in a state of fixed size.
 def first_primes(n: int) -> list[int]:

@@ -13,7 +13,7 @@ from megatron_blackmamba import norms
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
-from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.layers import layers_of
 from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.routers import kind_of
 

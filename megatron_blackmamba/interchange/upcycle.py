@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, shapes
-from megatron_blackmamba.kinds.experts import Experts
-from megatron_blackmamba.kinds.mlp import MLP
+from megatron_blackmamba.layers.experts.kind import Experts
+from megatron_blackmamba.layers.mlp.kind import MLP
 
 _EXPERT = re.compile(r"local_experts\.\d+\.")
 SEED = 1234

@@ -26,7 +26,7 @@ from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.interchange import hf, native, parity, through_megatron
 from megatron_blackmamba.interchange.canonical import Canonical, shapes, tokenizer_of
 from megatron_blackmamba.interchange.observation import Comparison, Observation, Router, compare
-from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.layers import layers_of
 
 Check = Literal["full", "short", "none"]
 """How much transformers loads: the whole model, its first layers of each kind, or nothing."""

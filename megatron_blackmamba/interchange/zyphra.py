@@ -15,7 +15,7 @@ from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import files, torch_file
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, require_convertible
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
-from megatron_blackmamba.kinds import kinds_in, routes
+from megatron_blackmamba.layers import kinds_in, routes
 from megatron_blackmamba.routers import Use, kind_of
 
 CONFIG, WEIGHTS, TRUTH = "config.json", files.TORCH, "blackmamba.json"

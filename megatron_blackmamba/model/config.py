@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_blackmamba.config import KernelsConfig, ModelConfig, RunConfig
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.layers import kinds_in
 from megatron_blackmamba.ops.gated import ACTIVATIONS
 
 from megatron.core.transformer.transformer_config import TransformerConfig

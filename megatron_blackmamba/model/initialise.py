@@ -5,15 +5,14 @@ core and on 256 GPUs.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig, mup
-from megatron_blackmamba.kinds import Stack, mixer_of, stacks_of
-from megatron_blackmamba.registry import KindError
+from megatron_blackmamba.layers import mixer_of, stacks_of
 from megatron_blackmamba.runtime.seeding import generator
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -28,30 +27,14 @@ def initialise(model: MegatronModule, described: ModelConfig, seed: int) -> None
     stacks = stacks_of(described)
     for shard in shards(model.sharded_state_dict()):
         key, shape, offset = shard.key, tuple(shard.global_shape), tuple(shard.global_offset)
-        _check(key, shape, described, stacks)
         if key in stacks:
             for local, number in enumerate(range(offset[0], offset[0] + shard.local_shape[0])):
                 drawn = draw(key, shape[1:], described, seed, number)
                 _keep(shard.data[local], drawn, offset[1:])
         else:
-            if whole is None or whole[0] != key:  # the two halves of in_proj come one after the other
+            if whole is None or whole[0] != key:  # its pieces come one after the other
                 whole = (key, draw(key, shape, described, seed))
             _keep(shard.data, whole[1], offset)
-
-
-def _check(name: str, shape: tuple[int, ...], model: ModelConfig, stacks: Mapping[str, Stack]) -> None:
-    """Refuse a parameter of a mixer that has another shape over all ranks than its kind says."""
-    mixer = mixer_of(name, model)
-    if mixer is None:
-        return
-    kind, own = mixer
-    told = stacks[name].shape if name in stacks else kind.shapes(model).get(own)
-    if told != shape:
-        says = "does not list it" if told is None else f"says {told}"
-        raise KindError(
-            f"{name}: its shape over all ranks is {shape}, and {type(kind).__name__}.shapes {says}. Correct `shapes`;"
-            " a parameter that tensor parallelism splits needs `sharded` and `sharded_state_dict`: docs/extending.md."
-        )
 
 
 def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, number: int | None = None) -> Tensor:

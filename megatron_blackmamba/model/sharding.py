@@ -1,33 +1,40 @@
-"""Marks on parameters that megatron-core reads, and ours.
+"""How parameters are spread over ranks, as kinds declare weights: marks that megatron-core reads, and checkpoints.
 
 A parameter is sharded over the tensor-parallel group along one axis, or replicated in it. Replicated ones whose inputs
 are split along the sequence need their gradients summed over the group: `sequence_parallel`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.layers import LayerKind, Stack, Weight
 from megatron_blackmamba.optimizers.base import NO_DECAY, STACKED
+from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import device
 
 from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import sharded_state_dict_default
+from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+
+DECLARED = "declared"
+"""The attribute of a mixer's parameter that holds what its kind says of it, a Weight or a Stack."""
 
 
-def sharded(parameter: nn.Parameter, axis: int) -> nn.Parameter:
-    """Split over the tensor-parallel group along `axis`."""
+def sharded(parameter: Tensor, axis: int) -> None:
+    """Mark as split over the tensor-parallel group along `axis`."""
     set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis, stride=1)
-    return parameter
 
 
 def replicated(parameter: Any, sequence_parallel: bool) -> nn.Parameter:
@@ -53,10 +60,73 @@ def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device.device()))
 
 
-def sharded_by_parts(whole: ShardedTensor, parts: Sequence[int], rank: int) -> ShardedTensorFactory:
-    """Shard each part of the rows by itself, so that any layout can load the checkpoint.
+def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, groups: ProcessGroupCollection) -> None:
+    """Mark every parameter as its kind declares it; refuse what the kind does not declare, or declares wrongly."""
+    kind.shapes(model)
+    declared, has = kind.stored(model), {n: t for n, t in mixer.state_dict(keep_vars=True).items() if t is not None}
 
-    whole: this rank's rows, which are its shares of all parts, one behind the other. parts: rows of each share.
+    def refuse(own: str, why: str) -> NoReturn:
+        raise KindError(f"{name}.{own}: {why}. Correct {type(kind).__name__}.weights (docs/extending.md).")
+
+    for own in declared.keys() - has.keys():
+        refuse(own, f"{type(kind).__name__}.weights declares it, but the mixer has no such parameter")
+    for own, tensor in has.items():
+        weight = declared.get(own)
+        if weight is None:
+            refuse(own, f"{type(kind).__name__}.weights does not declare its rows, nor how they are spread")
+        here = share(weight, groups).shape
+        if tuple(tensor.shape) != here:
+            ranks = groups.tp.size()
+            on = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
+            refuse(own, f"its shape is {tuple(tensor.shape)}, and {type(kind).__name__}.weights says {here}{on}")
+        marked = tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None
+        if marked not in (None, weight.axis):
+            refuse(own, f"its module splits axis {marked}, and {type(kind).__name__}.weights says {weight.axis}")
+        if marked is None and weight.axis is not None:
+            sharded(tensor, weight.axis)
+        if isinstance(tensor, nn.Parameter):
+            setattr(tensor, DECLARED, weight)
+
+
+def share(weight: Weight | Stack, groups: ProcessGroupCollection) -> Weight | Stack:
+    """Return what this rank holds of a weight."""
+    if isinstance(weight, Stack):
+        return weight.share(groups.ep.size(), groups.expt_tp.size())
+    return weight.share(groups.tp.size())
+
+
+def sharded_mixer(
+    mixer: nn.Module,
+    declared: Mapping[str, Weight | Stack],
+    prefix: str,
+    metadata: dict | None,
+    groups: ProcessGroupCollection,
+) -> dict:
+    """Return the sharded tensors of a mixer, as its kind declares them."""
+    dense = {"tp_group": groups.tp, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+    state: dict = {}
+    for name, tensor in mixer.state_dict(keep_vars=True).items():
+        weight, key = declared.get(name), f"{prefix}{name}"
+        if isinstance(weight, Stack):
+            axes = [(0, groups.ep), (weight.axis, groups.expt_tp)]
+            offsets = [(axis, group.rank(), group.size()) for axis, group in axes]
+            state[key] = ShardedTensor.from_rank_offsets(
+                key, tensor, *offsets, replica_id=(0, 0, groups.expt_dp.rank())
+            )
+        elif weight is not None and weight.axis is None:
+            state[key] = make_sharded_tensor_for_checkpoint(tensor, key, **dense)
+        elif weight is not None:
+            state[key] = make_tp_sharded_tensor_for_checkpoint(tensor, key, weight.axis, **dense)
+            if weight.axis == 0 and len(weight.pieces) > 1:
+                shares = [rows // groups.tp.size() for rows in weight.pieces]
+                state[key] = _sharded_by_pieces(state[key], shares, groups.tp.rank())
+    return state
+
+
+def _sharded_by_pieces(whole: ShardedTensor, parts: Sequence[int], rank: int) -> ShardedTensorFactory:
+    """Shard each piece of the rows by itself, so that any layout can load the checkpoint.
+
+    whole: this rank's rows, which are its shares of all pieces, one behind the other. parts: rows of each share.
     """
     ranks = whole.global_shape[0] // sum(parts)
 
@@ -82,32 +152,6 @@ def sharded_modules(
     for name, module in modules.items():
         state |= sharded_state_dict_default(module, f"{prefix}{name}", offsets, metadata, tp_group=tp_group)
     return state
-
-
-def sharded_mixer(
-    mixer: nn.Module,
-    own: Sequence[str],
-    modules: Sequence[str],
-    prefix: str,
-    offsets: tuple,
-    metadata: dict | None,
-    tp_group: ProcessGroup,
-) -> dict:
-    """Return the sharded tensors of a mixer.
-
-    own: names of parameters that are split along their first axis. modules: names of modules that shard themselves.
-    """
-    parameters = dict(mixer.named_parameters())
-    state: dict = make_sharded_tensors_for_checkpoint(
-        {name: parameters[name] for name in own},
-        prefix,
-        dict.fromkeys(own, 0),
-        offsets,
-        tp_group=tp_group,
-        dp_cp_group=(metadata or {}).get("dp_cp_group"),
-    )
-    children = {f"{name}.": mixer.get_submodule(name) for name in modules}
-    return state | sharded_modules(children, prefix, offsets, metadata, tp_group)
 
 
 def mark_linears(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.accumulation import reduction
-from megatron_blackmamba.kinds import LayerKind, kind_of, layers_of
+from megatron_blackmamba.layers import LayerKind, kind_of, layers_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
 from megatron_blackmamba.plan.activations import Activations

@@ -7,7 +7,7 @@ from fractions import Fraction
 from torch import nn
 
 from megatron_blackmamba.config import ModelConfig, ParallelConfig, RunConfig
-from megatron_blackmamba.kinds import MTP, kind_of, kinds_in
+from megatron_blackmamba.layers import MTP, kind_of, kinds_in
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
 

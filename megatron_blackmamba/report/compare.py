@@ -167,7 +167,7 @@ def _paired(runs: Sequence[Compared]) -> Rows:
     ]
 
 
-def _loss(runs: Sequence[Compared], axis: str) -> str:
+def _loss(runs: Sequence[Compared], axis: str) -> charts.Lines:
     curves = []
     for i, run in enumerate(runs):
         series = run.history.scalars["loss"]
@@ -177,7 +177,7 @@ def _loss(runs: Sequence[Compared], axis: str) -> str:
         series = run.history.scalars["loss"]
         thinned = thin(run.along(axis, series.step), series.value)
         curves.append(Line(f"trunk {run.name}", thinned.x, thinned.mean, colour=i, thin=True))
-    return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+    return charts.Lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 
 def _bits_per_byte(runs: Sequence[Compared]) -> list[str]:
@@ -188,7 +188,7 @@ def _bits_per_byte(runs: Sequence[Compared]) -> list[str]:
     return [html.section("Bits per byte", drawn, words)]
 
 
-def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> str:
+def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> charts.Lines:
     curves = []
     for i, run in enumerate([*runs, *trunks(runs)]):
         series, above = run.bits_per_byte if bits else run.validation, i >= len(runs)
@@ -196,10 +196,10 @@ def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> str:
             known = np.isfinite(series.value)
             places, name = run.along(axis, series.step[known]), f"trunk {run.name}" if above else run.name
             curves.append(Line(name, places, series.value[known], colour=i, thin=above))
-    return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+    return charts.Lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 
-def _by_source(runs: Sequence[Compared]) -> list[str]:
+def _by_source(runs: Sequence[Compared]) -> list[charts.Lines]:
     sources = dict.fromkeys(name for run in runs for name in run.history.of("validation/loss/*"))
     drawn = []
     for source in sources:
@@ -209,7 +209,7 @@ def _by_source(runs: Sequence[Compared]) -> list[str]:
             for i, run, series in found
             if series is not None
         ]
-        drawn.append(charts.lines(source, curves, x_label="tokens"))
+        drawn.append(charts.Lines(source, curves, x_label="tokens"))
     return drawn
 
 
@@ -224,7 +224,7 @@ def _scores_over_tokens(runs: Sequence[Compared]) -> list[str]:
             for i, run, of_run in found
             if of_run is not None and of_run.metric == metric
         ]
-        drawn.append(charts.lines(f"{task} {metric}", curves, x_label="tokens"))
+        drawn.append(charts.Lines(f"{task} {metric}", curves, x_label="tokens"))
     return [html.section("Scores over tokens", drawn, "Bands are one standard error.")] if drawn else []
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megatron_blackmamba import kinds, routers
+from megatron_blackmamba import layers, routers
 from megatron_blackmamba.config import ConfigError, ParallelConfig, RampStage, RunConfig
 
 SHORTEST_PART = 8192
@@ -85,7 +85,7 @@ def check(config: RunConfig, world_size: int) -> None:
 def routing(config: RunConfig, world_size: int) -> str:
     """Return why the choice of experts in training differs from that on one rank; empty if it does not."""
     model, parallel = config.model, config.parallel
-    if not kinds.routes(model.pattern):
+    if not layers.routes(model.pattern):
         return ""
     answer = routers.kind_of(model.router.kind).layouts(model)
     data, replica = data_parallel_size(parallel, world_size), parallel.tensor * parallel.context
@@ -124,7 +124,7 @@ def problems(config: RunConfig, world_size: int) -> list[str]:
 
 def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGEST_TENSOR) -> Iterator[Layout]:
     """Yield every valid layout of this many processes with at most the config's micro-batch, unless that is refused."""
-    experts = config.model.experts if kinds.routes(config.model.pattern) else 1
+    experts = config.model.experts if layers.routes(config.model.pattern) else 1
     batch = math.gcd(*config.batches)
     for tensor in [size for size in _divisors(world_size) if size <= most_tensor]:
         for pipeline, context in product(_divisors(world_size // tensor), _contexts(config)):
@@ -144,7 +144,7 @@ def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGE
 
 def _contexts(config: RunConfig) -> list[int]:
     """Return the sizes of parallel.context to try: powers of two that leave long parts, and the config's own."""
-    longest = config.data.sequence_length // SHORTEST_PART if kinds.can_cut(config.model.pattern) else 1
+    longest = config.data.sequence_length // SHORTEST_PART if layers.can_cut(config.model.pattern) else 1
     return sorted({1, config.parallel.context, *(2**n for n in range(1, longest.bit_length()))})
 
 
@@ -247,9 +247,9 @@ def _layout_problems(config: RunConfig, parallel: ParallelConfig, world_size: in
 def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
     model = config.model
     divisions = [
-        kinds.Division("model.vocab_size", model.vocab_size, "tensor"),
-        *(division for kind in kinds.kinds_in(model.pattern) for division in kind.divisions(model)),
-        kinds.Division("data.sequence_length", config.data.sequence_length, "tensor"),
+        layers.Division("model.vocab_size", model.vocab_size, "tensor"),
+        *(division for kind in layers.kinds_in(model.pattern) for division in kind.divisions(model)),
+        layers.Division("data.sequence_length", config.data.sequence_length, "tensor"),
     ]
     wrong = [
         f"{what}={size} cannot be divided by parallel.{axis}={getattr(parallel, axis)}; {_small_divisors(size)} could."
@@ -260,7 +260,7 @@ def _model_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
     if model.layers // model.layers_together < parallel.pipeline:
         pairs = " in pairs (model.arrangement=parallel)" if model.layers_together > 1 else ""
         wrong.append(f"{model.layers} layers{pairs} cannot fill parallel.pipeline={parallel.pipeline} stages.")
-    if not kinds.routes(model.pattern) and (parallel.expert, parallel.expert_tensor) != (1, 1):
+    if not layers.routes(model.pattern) and (parallel.expert, parallel.expert_tensor) != (1, 1):
         wrong.append(
             f"parallel.expert={parallel.expert} and parallel.expert_tensor={parallel.expert_tensor} need experts,"
             f" and the pattern {model.pattern!r} has no layer with experts."

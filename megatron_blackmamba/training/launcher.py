@@ -47,7 +47,7 @@ def launch_training(
 ) -> int:
     """Run `blackmamba train` with these arguments as `processes` workers."""
     command = [sys.executable, "-m", "megatron_blackmamba", "train", *arguments]
-    return launch(command, processes, RunFolder(Path(config.folder) / config.name), restarts, asks_to_stop)
+    return launch(command, processes, RunFolder.of(config), restarts, asks_to_stop)
 
 
 def launch(

@@ -13,10 +13,10 @@ from megatron_blackmamba.config import arguments
 from tests.runtime.ranks import ROOT, environment
 
 EXTENSION = """
-from megatron_blackmamba import kinds
-from tests.kinds.running_mean import RunningMean
+from megatron_blackmamba import layers
+from tests.layers.running_mean.kind import RunningMean
 
-kinds.register(RunningMean)
+layers.register(RunningMean)
 """
 
 

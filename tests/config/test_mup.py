@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.config import ConfigError, groups, load
 from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.model.initialise import draw
-from tests.kinds.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 
 SHAPE = ['model.pattern="MS*E-"', "model.mlp_hidden_size=96", "model.mamba2.head_dim=16", "model.attention.heads=4"]
 WIDE = [*SHAPE, "model.hidden_size=256", "model.expert_hidden_size=512", "model.mlp_hidden_size=384"]
@@ -19,7 +19,7 @@ def wide(*more):
 
 
 def initial(run, name):
-    kind = kinds.kind_of(run.model.pattern[int(name.split(".")[2])])
+    kind = layers.kind_of(run.model.pattern[int(name.split(".")[2])])
     return draw(name, kind.shapes(run.model)[name.partition(".mixer.")[2]], run.model, seed=1)
 
 
@@ -97,9 +97,9 @@ def test_an_export_stands_for_itself(tmp_path):
 
 @pytest.fixture
 def a_kind_without_a_rule():
-    kinds.register(RunningMean)
+    layers.register(RunningMean)
     yield
-    kinds.unregister(RunningMean.letter)
+    layers.unregister(RunningMean.letter)
 
 
 @pytest.mark.parametrize(

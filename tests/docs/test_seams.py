@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_blackmamba.kinds import all_kinds
+from megatron_blackmamba.layers import all_kinds
 from tests.test_architecture import packages_imported
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 CODE = [path for folder in ("megatron_blackmamba", "data_tools") for path in (ROOT / folder).rglob("*.py")]
 EXAMPLES = {  # the example's file, and a pattern for its names
-    "layer kind": ("tests/kinds/running_mean.py", r"running.?mean"),
+    "layer kind": ("tests/layers/running_mean.py", r"running.?mean"),
     "router": ("tests/routers/unbalanced.py", r"\bunbalanced\b"),
     "last norm": ("tests/model/shifted_norm.py", r"\bshifted.?norm\b"),
     "optimizer": ("tests/optimizers/lion.py", r"\blion\b"),

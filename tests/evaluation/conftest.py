@@ -8,7 +8,7 @@ import torch
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange import hf, megatron
 from megatron_blackmamba.interchange.canonical import in_memory, shapes
-from megatron_blackmamba.kinds import layers_of
+from megatron_blackmamba.layers import layers_of
 from tests.reference.canonical import write_tokenizer
 
 TEXT = "the state runs on through every layer, so a model reads once and answers; what then, they said"

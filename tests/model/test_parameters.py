@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from megatron_blackmamba import kinds, model
+from megatron_blackmamba import layers, model
 from megatron_blackmamba.config import ParallelConfig, load
+from megatron_blackmamba.layers import by_rows, whole
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import world
-from tests.kinds.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 
 ALWAYS_FP32 = ("A_log", ".D", "dt_proj.bias", "dt_bias")
 
@@ -24,28 +25,60 @@ def test_the_papers_models_have_exactly_their_parameters(name, total):
 class Misshapen(RunningMean):
     letter = "W"
 
-    def shapes(self, model):
-        return super().shapes(model) | {"gain": (128,)}
+    def weights(self, model):
+        return super().weights(model) | {"gain": by_rows(x=128)}
 
 
-class Blockless(RunningMean):
-    letter, block = "W", "tests.kinds.running_mean:blok"
+class Shaped(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return super().weights(model) | {"gain": (64,)}
+
+
+class Silent(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return {name: weight for name, weight in super().weights(model).items() if name != "gain"}
+
+
+class Turned(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return super().weights(model) | {"out_proj.weight": by_rows(64, out=64)}
+
+
+class Imagined(RunningMean):
+    letter = "W"
+
+    def weights(self, model):
+        return super().weights(model) | {"bias": whole(x=64)}
+
+
+class Mixerless(RunningMean):
+    letter, mixer = "W", "tests.layers.running_mean.mixer:Mixture"
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Misshapen, r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.shapes says \(128,\)"),
-        (Blockless, r"Blockless.block='tests.kinds.running_mean:blok' cannot be imported"),
+        (Misshapen, r"layers\.1\.mixer\.gain: .* \(64,\), and Misshapen.weights says \(128,\)"),
+        (Shaped, r"Shaped\.weights says \(64,\) of gain, but not how tensor parallelism spreads it"),
+        (Silent, r"layers\.1\.mixer\.gain: Silent\.weights does not declare its rows, nor how they are spread"),
+        (Turned, r"layers\.1\.mixer\.out_proj\.weight: its module splits axis 1, and Turned\.weights says 0"),
+        (Imagined, r"layers\.1\.mixer\.bias: Imagined\.weights declares it, but the mixer has no such parameter"),
+        (Mixerless, r"Mixerless.mixer='tests.layers.running_mean.mixer:Mixture' cannot be imported"),
     ],
 )
 def test_wrong_kind_is_named_when_its_layer_is_built(build, kind, said):
-    kinds.register(kind)
+    layers.register(kind)
     try:
         with pytest.raises(KindError, match=said):
             build("model.pattern=MW")
     finally:
-        kinds.unregister("W")
+        layers.unregister("W")
 
 
 def test_bf16_keeps_sensitive_parameters_in_fp32(build):
@@ -79,7 +112,7 @@ def test_weights_depend_only_on_the_seed(build):
         assert torch.equal(a, c) != drawn, name
 
 
-@pytest.mark.parametrize("kind", kinds.all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", layers.all_kinds(), ids=lambda kind: kind.name)
 def test_layers_draw_from_the_given_generator(kind):
     config = load("tiny").model
     for name, shape in kind.shapes(config).items():

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.runtime import world
@@ -109,7 +109,7 @@ ONE_OF_EACH = {  # by letter, one layer in float64, where experts are plain prod
         "kernels.scan=reference",  # without matrix products
         *("model.router.kind=softmax", "model.top_k=2", "model.shared_expert_hidden_size=24"),
     ]
-    for kind in kinds.all_kinds()
+    for kind in layers.all_kinds()
 }
 COMMON = ["data.sequence_length=96", "training.micro_batch=2", "training.global_batch=8"]
 

@@ -2,7 +2,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_blackmamba import kinds
+from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.plan import flops, memory
 from megatron_blackmamba.plan.activations import Activations
@@ -24,7 +24,7 @@ EVERYDAY = (
     "ema",
     "parallel_layers",
 )
-EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo")
+EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo", "relu2")
 EVERYDAY += ("mamba2_tp2", "mimo_tp2", "hybrid_cp2", "norms_tp2", "ahead_tp2", "nemotron", "expert_bias_ep2")
 
 
@@ -67,12 +67,12 @@ def test_each_number_of_a_layer_is_predicted(measured, name):
     assert predicted == pytest.approx(measured[name][0]["kept"], rel=CLOSE[name])
 
 
-@pytest.mark.parametrize("kind", kinds.all_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", layers.all_kinds(), ids=lambda kind: kind.name)
 def test_flops_of_every_kind_are_those_torch_counts(measured, kind):
     """Torch counts matrix products; Mamba's scan and convolution are none."""
     config = load("tiny", ONE_OF_EACH[kind.letter])
     parts = flops.forward_by_part(config.model, config.data.sequence_length)
-    products = sum(count for part, count in parts.items() if part not in kind.elementwise)
+    products = sum(count for part, count in parts.items() if part not in kind.costs.elementwise)
     assert config.data.sequence_length * products == measured["flops"][0][kind.letter]
 
 

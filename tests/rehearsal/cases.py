@@ -1,6 +1,6 @@
 """Runs to rehearse: name -> number of ranks, config and overrides."""
 
-from megatron_blackmamba.kinds import all_kinds
+from megatron_blackmamba.layers import all_kinds
 from tests.rehearsal import Case
 
 BLACKMAMBA = ["training.micro_batch=6", "model.pattern=ME"]

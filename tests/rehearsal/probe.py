@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.rehearsal.record import Op
 from benchmarks.rehearsal.step import Rehearsed, rehearse, warm_up
 from megatron_blackmamba.config import load
-from megatron_blackmamba.kinds import Work
+from megatron_blackmamba.layers import Work
 from megatron_blackmamba.plan import gpus, roofline
 from megatron_blackmamba.runtime.process import freeze_gc
 from tests.rehearsal.cases import CASES

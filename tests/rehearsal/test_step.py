@@ -7,7 +7,7 @@ import pytest
 from benchmarks.rehearsal.requirements import why_not
 from megatron_blackmamba.config import load
 from megatron_blackmamba.engine import changes
-from megatron_blackmamba.kinds import kind_of, kinds_in
+from megatron_blackmamba.layers import kind_of, kinds_in
 from megatron_blackmamba.plan import gpus, memory, times
 from tests.rehearsal.cases import CASES
 from tests.runtime.ranks import run_script

@@ -18,7 +18,7 @@ from megatron_blackmamba.interchange.native.mamba import Mamba
 from megatron_blackmamba.interchange.native.mamba2 import Mamba2
 from megatron_blackmamba.interchange.native.mixtral import Mixtral
 from megatron_blackmamba.interchange.native.nemotron_h import NemotronH
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.layers import kinds_in
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(Mamba(), Mamba2(), NemotronH(), Llama(), Mixtral()),

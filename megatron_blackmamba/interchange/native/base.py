@@ -18,7 +18,9 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical, Entry, InterchangeError, same_tensor, shapes
 from megatron_blackmamba.interchange.json_config import layer_count, need, validated
-from megatron_blackmamba.kinds import attention, kinds_in, mamba2, unread_keys
+from megatron_blackmamba.layers import Weight, kind_of, kinds_in, unread_keys
+from megatron_blackmamba.layers.attention import kind as attention
+from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
 EMBEDDING = "embedding.word_embeddings.weight"
 REQUIRED = object()
@@ -195,28 +197,31 @@ class Architecture(ABC):
         """Return their tensors for each of ours."""
         embedding, norm = self.ends
         found = {}
+        declared = {letter: kind_of(letter).weights(model) for letter in set(model.pattern)}
         for name, shape in shapes(model).items():
             if name.startswith("decoder.layers."):
-                found[name] = self._in_layer(name, shape, model)
+                found[name] = self._in_layer(name, shape, model.pattern, declared)
             else:
                 theirs = embedding if name == EMBEDDING else "lm_head.weight" if name == HEAD else norm
                 found[name] = Rows((theirs,), shape[:1])
         return found
 
-    def _in_layer(self, name: str, shape: tuple[int, ...], model: ModelConfig) -> Rows:
+    def _in_layer(
+        self, name: str, shape: tuple[int, ...], pattern: str, declared: Mapping[str, Mapping[str, Weight]]
+    ) -> Rows:
         _, _, number, own = name.split(".", 3)
         index, expert = int(number), ""
+        weight = declared[pattern[index]].get(own.removeprefix("mixer."))
         if own.startswith("mixer.local_experts."):
             _, _, expert, rest = own.split(".", 3)
             own = f"mixer.local_experts.{{e}}.{rest}"
-        names = self.names[model.pattern[index]][own]
+        names = self.names[pattern[index]][own]
         start = self.layers.format(i=index // self.per_layer)
         names = tuple(start + each.format(e=expert) for each in ((names,) if isinstance(names, str) else names))
-        if len(names) < 3:
-            return Rows(names, (shape[0] // len(names),) * len(names))
-        heads, groups, channels = model.attention.heads, attention.kv_heads(model), attention.head_dim(model)
-        sizes = (heads * channels, groups * channels, groups * channels)
-        return Rows(names, sizes, lambda: _by_group(heads, groups, channels))
+        if weight is None or len(names) == 1:
+            return Rows(names, shape[:1])
+        sizes = tuple(weight.count(part) for part in weight.rows)
+        return Rows(names, sizes, (lambda: _by_group(sizes, weight.groups)) if weight.groups > 1 else None)
 
     def canonical(self, model: ModelConfig, entries: Mapping[str, Entry], source: Path) -> dict[str, Entry]:
         """Return our tensors, made of theirs; refuse missing, unexpected and wrongly shaped ones by their names."""
@@ -341,12 +346,10 @@ def _said(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _by_group(heads: int, groups: int, channels: int) -> Tensor:
-    """Return the rows of [queries | keys | values] in our order: by group its queries, its key and its value."""
-    each = heads // groups
-    rows = torch.arange((heads + 2 * groups) * channels).view(-1, channels)
-    queries, keys, values = rows.split((heads, groups, groups))
-    return torch.cat([queries.view(groups, each, channels), keys[:, None], values[:, None]], dim=1).flatten()
+def _by_group(sizes: tuple[int, ...], groups: int) -> Tensor:
+    """Return the rows of parts that follow one another in our order: group by group its share of each."""
+    parts = torch.arange(sum(sizes)).split(sizes)
+    return torch.cat([part.view(groups, -1) for part in parts], dim=1).flatten()
 
 
 def _separate(left: dict[str, Entry], names: set[str]) -> None:

@@ -15,10 +15,10 @@ from megatron_blackmamba.interchange.native.base import Field, heads_of_mamba2
 from megatron_blackmamba.interchange.native.llama import ATTENTION, ENDS, FIELDS, FIXED, OURS, Rotary
 from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT, ssm2
 from megatron_blackmamba.interchange.native.nemotron_h import TYPES, WITHOUT_ATTENTION
-from megatron_blackmamba.kinds.attention import Attention, kv_heads
-from megatron_blackmamba.kinds.experts import Experts
-from megatron_blackmamba.kinds.mamba2 import Mamba2, sizes
-from megatron_blackmamba.kinds.mlp import MLP
+from megatron_blackmamba.layers.attention.kind import Attention, kv_heads
+from megatron_blackmamba.layers.experts.kind import Experts
+from megatron_blackmamba.layers.mamba2.kind import Mamba2, sizes
+from megatron_blackmamba.layers.mlp.kind import MLP
 
 MIXERS = (Mamba2.letter, Attention.letter)
 NORM = {"norm.weight": "post_attention_layernorm.weight"}

@@ -6,8 +6,8 @@ from typing import Any
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.native.base import Field, Names, Uniform
-from megatron_blackmamba.kinds.attention import Attention, head_dim, kv_heads
-from megatron_blackmamba.kinds.mlp import MLP
+from megatron_blackmamba.layers.attention.kind import Attention, head_dim, kv_heads
+from megatron_blackmamba.layers.mlp.kind import MLP
 
 FIELDS = {
     "vocab_size": Field("vocab_size"),

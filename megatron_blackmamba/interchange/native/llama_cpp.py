@@ -16,8 +16,8 @@ from megatron_blackmamba.interchange.native import architecture_of
 from megatron_blackmamba.interchange.native.base import UNBOUNDED, Architecture, positions, stacked
 from megatron_blackmamba.interchange.native.llama import Rotary
 from megatron_blackmamba.interchange.native.llama_cpp_tokens import Vocabulary, vocabulary
-from megatron_blackmamba.kinds.attention import kv_heads
-from megatron_blackmamba.kinds.mamba2 import Mamba2
+from megatron_blackmamba.layers.attention.kind import kv_heads
+from megatron_blackmamba.layers.mamba2.kind import Mamba2
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.native.base import Field, Uniform
-from megatron_blackmamba.kinds.mamba import Mamba as Layer
+from megatron_blackmamba.layers.mamba.kind import Mamba as Layer
 
 MIXER = (
     *("in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"),

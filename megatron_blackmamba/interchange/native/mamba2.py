@@ -5,8 +5,8 @@ from typing import Any
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.native.base import Field, Uniform, heads_of_mamba2
 from megatron_blackmamba.interchange.native.mamba import COMMON, FIXED, OURS, RECURRENT, same_names, ssm
-from megatron_blackmamba.kinds.mamba2 import Mamba2 as Layer
-from megatron_blackmamba.kinds.mamba2 import sizes
+from megatron_blackmamba.layers.mamba2.kind import Mamba2 as Layer
+from megatron_blackmamba.layers.mamba2.kind import sizes
 
 MIXER = (
     *("in_proj.weight", "conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D", "norm.weight"),

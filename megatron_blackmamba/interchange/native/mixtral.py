@@ -5,8 +5,8 @@ from typing import Any
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.native.base import Field
 from megatron_blackmamba.interchange.native.llama import ATTENTION, ENDS, FIELDS, FIXED, OURS, Rotary
-from megatron_blackmamba.kinds.attention import Attention
-from megatron_blackmamba.kinds.experts import Experts
+from megatron_blackmamba.layers.attention.kind import Attention
+from megatron_blackmamba.layers.experts.kind import Experts
 
 EXPERT = "block_sparse_moe.experts.{e}."
 

@@ -11,10 +11,10 @@ from megatron_blackmamba.interchange.native.base import Architecture, Field, hea
 from megatron_blackmamba.interchange.native.llama import heads
 from megatron_blackmamba.interchange.native.mamba import same_names
 from megatron_blackmamba.interchange.native.mamba2 import MIXER, NO_LIMIT, ssm2
-from megatron_blackmamba.kinds.attention import Attention, head_dim, kv_heads
-from megatron_blackmamba.kinds.experts import Experts
-from megatron_blackmamba.kinds.mamba2 import Mamba2
-from megatron_blackmamba.kinds.mlp import MLP
+from megatron_blackmamba.layers.attention.kind import Attention, head_dim, kv_heads
+from megatron_blackmamba.layers.experts.kind import Experts
+from megatron_blackmamba.layers.mamba2.kind import Mamba2
+from megatron_blackmamba.layers.mlp.kind import MLP
 
 LETTERS = dict(zip("M*-E", (kind.letter for kind in (Mamba2, Attention, MLP, Experts)), strict=True))
 """Ours by theirs."""

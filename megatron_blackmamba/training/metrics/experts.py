@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.kinds import kind_of, layers_of
+from megatron_blackmamba.layers import kind_of, layers_of
 from megatron_blackmamba.routers.base import Z_LOSS
 from megatron_blackmamba.training.metrics.base import Key, MetricError, Number, Taken, metric
 

@@ -1,9 +1,8 @@
 """The first lines of a job: what it trains, on what, where it writes, and which settings may surprise."""
 
-from pathlib import Path
-
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.mixture import Mixture
+from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan import parameters
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.training.start import fit
@@ -19,7 +18,7 @@ def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
     parts = [
         f"{config.training.tokens:,} tokens of {data}",
         f"{processes} {'process' if processes == 1 else 'processes'} in {precision}",
-        f"writes to {(Path(config.folder) / config.name).absolute()}",
+        f"writes to {RunFolder.of(config).root.absolute()}",
     ]
     notes = _notes(config)
     if counted:

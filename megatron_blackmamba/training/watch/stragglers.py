@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_blackmamba.formats.events import Event, RankRecovered, SlowRank
-from megatron_blackmamba.kinds import kinds_in
+from megatron_blackmamba.layers import kinds_in
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.settings import GuardConfig
 from megatron_blackmamba.training.watch.ranks import Ranks

@@ -1,0 +1,1 @@
+"""Causal self-attention: `kind` is read by the config, the other files when they are needed."""

@@ -1,0 +1,167 @@
+"""The questions that a layer kind answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from megatron_blackmamba.layers.cost import Cost
+from megatron_blackmamba.layers.decoding import Decoding
+from megatron_blackmamba.layers.rows import Stack, Weight
+from megatron_blackmamba.registry import Cannot, Kind, KindError, named
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.settings import ModelConfig
+
+
+class Division(NamedTuple):
+    """A size that must be divisible by a kind of parallelism."""
+
+    what: str
+    size: int
+    axis: str
+    """A field of ParallelConfig."""
+
+
+class LayerKind(Kind, ABC):
+    """One kind of layer: everything that the rest of the project asks about a letter of `model.pattern`.
+
+    Answers are arithmetic and strings. Import torch inside methods: the config reads kinds too.
+    """
+
+    letter: ClassVar[str]
+    name: ClassVar[str]
+    """For messages and tables, such as "dense MLP"."""
+    mixer: ClassVar[str]
+    """The torch module as "package.module:class", made of (config, layer_number, pg_collection).
+
+    Its `forward` gets the normalised stream and a `LayerInputs`, and returns what joins the residual stream.
+    """
+    cost: ClassVar[str]
+    """The subclass of Cost, as "package.module:class"."""
+    decode: ClassVar[str | Cannot]
+    """The subclass of Decoding, as "package.module:class", or why there is none."""
+
+    keys: ClassVar[tuple[str, ...]] = ()
+    """Keys and sections of `model:` that only some kinds read, such as ("attention", "expand")."""
+    routed: ClassVar[bool] = False
+    """Has a `mixer.router` that sends tokens to experts."""
+    rotary: ClassVar[bool] = False
+    """Attends to earlier tokens, so it may need rotary position embeddings; `rotates` says so of a model."""
+    cut: ClassVar[Cannot | None] = Cannot("this kind of layer passes no state between ranks")
+    """Why parallel.context cannot cut its sequences; None: it can."""
+    recompute: ClassVar[frozenset[str]] = frozenset({"layers"})
+    """The values of training.recompute that recompute this layer."""
+    writes_to_residual: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of weights whose output joins the residual stream."""
+    kept_in_fp32: ClassVar[tuple[str, ...]] = ()
+    """Parameters of the mixer that stay fp32 in a bf16 model."""
+    widens: ClassVar[bool] = False
+    """Whether `model.mup` may grow it: the rule is derived for its weights, and rows that do not grow are readouts."""
+
+    @classmethod
+    def unanswered(cls) -> list[str]:
+        return [] if len(getattr(cls, "letter", "?")) == 1 else ["letter (one character)"]
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        """Return what the config lacks or gets wrong for this kind."""
+        return []
+
+    def rotates(self, model: ModelConfig) -> bool:
+        """Return whether its layers get rotary position embeddings."""
+        return self.rotary
+
+    def megatron(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of megatron-core's TransformerConfig that this kind sets."""
+        return {}
+
+    @abstractmethod
+    def divisions(self, model: ModelConfig) -> list[Division]:
+        """Return the sizes that parallelism splits."""
+
+    @abstractmethod
+    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
+        """Return the parts that parameters are counted by, and the fraction of each that one token uses."""
+
+    @abstractmethod
+    def part_of(self, parameter: str) -> str:
+        """Return the part that a parameter of the mixer belongs to."""
+
+    @abstractmethod
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `kinds.rows`."""
+
+    def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return the whole shape of each."""
+        weights = self.weights(model)
+        for name, weight in weights.items():
+            if not isinstance(weight, Weight):
+                raise KindError(
+                    f"{type(self).__name__}.weights says {weight} of {name}, but not how tensor parallelism spreads it."
+                    f" Name its rows in by_rows(columns, name=rows), by_columns or whole (docs/extending.md)."
+                )
+        return {name: weight.shape for name, weight in weights.items()}
+
+    def stored(self, model: ModelConfig) -> dict[str, Weight | Stack]:
+        """Return the weights as the mixer's module and checkpoints hold them: those that are stacked, as stacks."""
+        stacks = self.stacks(model)
+        parts = {part for stack in stacks.values() for part in stack.parts}
+        return {name: weight for name, weight in self.weights(model).items() if name not in parts} | stacks
+
+    def stacks(self, model: ModelConfig) -> dict[str, Stack]:
+        """Return the parameters that checkpoints store stacked, by their name there. The others keep their names."""
+        return {}
+
+    @abstractmethod
+    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
+        """Return the initial value of a parameter of the mixer, fp32; None: normal, with model.init's deviation."""
+
+    @abstractmethod
+    def exported(self, model: ModelConfig) -> str | Cannot:
+        """Return the layer's entry in an export's list of layers."""
+
+    def imported(self, entry: str) -> Mapping[str, Any] | None:
+        """Return the config fields that an entry of that list means; None: it is not this kind's."""
+        return None
+
+    entry: ClassVar[str] = ""
+    """What such an entry looks like, for messages."""
+    released: ClassVar[bool] = False
+    """Whether the released BlackMamba format has a character for it."""
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the fields of an export's config.json that only this kind needs."""
+        return {}
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the config fields that they mean."""
+        return {}
+
+    @cached_property
+    def costs(self) -> Cost:
+        return self._made("cost")()
+
+    def decoding(self, model: ModelConfig) -> Decoding | Cannot:
+        """Return how the layer decodes."""
+        return self.decode if isinstance(self.decode, Cannot) else self._made("decode").of(model)
+
+    def _made(self, file: str) -> Any:
+        """Return the class that `cost` or `decode` names; refuse one that leaves a question open, by its name."""
+        found = self.named(file)
+        if missing := sorted(found.__abstractmethods__):
+            raise KindError(f"{found.__name__} does not define: {', '.join(missing)}. Define each.")
+        return found
+
+    def named(self, file: str) -> Any:
+        """Return the class that `mixer`, `cost` or `decode` names."""
+        name = getattr(self, file)
+        try:
+            return named(name)
+        except (ImportError, AttributeError) as error:
+            raise KindError(f"{type(self).__name__}.{file}={name!r} cannot be imported: {error}") from error

@@ -1,0 +1,60 @@
+"""The experts of one rank, as two stacked weights, behind megatron-core's token dispatchers.
+
+Expert parallelism splits the first axis. Expert tensor parallelism splits the hidden units of each expert, for gate and
+up alike. fc1 therefore has a separate axis for the two: [E, 2, F, D], gate first, or [E, 1, F, D] without a gate.
+
+Shapes: T tokens sent to this rank's experts, sorted by expert, D model, E experts of this rank, F hidden units of this
+rank.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.sharding import empty, stacked
+from megatron_blackmamba.ops.experts import grouped_experts
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+
+
+class GroupedExperts(MegatronModule):
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: MegatronConfig,
+        submodules: object = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+        name: str | None = None,
+    ):
+        super().__init__(config)
+        self.activation, self.gate = config.described.activation, config.described.gated
+        self.backend = "fp8" if config.kernels.linear == "fp8" else "auto"
+        hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.fc1 = self._parameter(num_local_experts, 2 if self.gate else 1, hidden, config.hidden_size)
+        self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
+
+    def _parameter(self, *shape: int) -> nn.Parameter:
+        parameter: Any = stacked(empty(*shape, dtype=self.config.params_dtype))
+        # Experts are reduced over the ranks that hold the same experts, at every layout: with `allreduce` set when
+        # expert parallelism is off, megatron-core lets replicas on tensor-parallel ranks drift apart.
+        parameter.allreduce = False
+        return parameter
+
+    def forward(self, x_TD: Tensor, tokens_per_expert_E: Tensor, weights_T: Tensor) -> tuple[Tensor, None]:
+        fc1_EGD = self.fc1.flatten(1, 2)
+        return grouped_experts(
+            x_TD,
+            tokens_per_expert_E,
+            fc1_EGD,
+            self.fc2,
+            weights_T,
+            activation=self.activation,
+            gate=self.gate,
+            backend=self.backend,
+        ), None
+
+    def backward_dw(self) -> None:
+        """Do nothing: weight gradients are computed in the backward pass."""

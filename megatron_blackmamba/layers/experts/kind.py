@@ -1,0 +1,175 @@
+"""Mixture of experts: a router, `model.top_k` experts per token, by default SwiGLU, and an optional shared expert.
+
+The router kind decides which experts a token goes to (`routers`).
+
+Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K token-expert pairs, D model, E experts.
+F hidden size of an expert, G = 2F gate and up; without a gate, G = F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from megatron_blackmamba import routers
+from megatron_blackmamba.layers.base import Cannot, Division, LayerKind
+from megatron_blackmamba.layers.decoding import Decoding
+from megatron_blackmamba.layers.mlp import kind as mlp
+from megatron_blackmamba.layers.rows import Stack, Weight, whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.settings import ModelConfig
+
+
+SMALL_KERNELS = (30, 20)
+"""Launches forward and backward that last as long as a launch."""
+
+
+class Experts(LayerKind):
+    letter, name = "E", "mixture of experts"
+    keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "router", "activation", "gated")
+    mixer = "megatron_blackmamba.layers.experts.mixer:MoEMixer"
+    cost = "megatron_blackmamba.layers.experts.cost:ExpertsCost"
+    decode = "megatron_blackmamba.layers.experts.decode:ExpertsDecoding"
+    cut = None
+    widens = True
+    routed = True
+    recompute = frozenset({"layers", "experts"})
+    writes_to_residual = ("fc2", "linear_fc2.weight")
+    released = True
+    entry = "a number of experts"
+
+    @property
+    def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]
+        return routers.states()
+
+    def problems(self, model: ModelConfig) -> list[str]:
+        router = routers.kind_of(model.router.kind)
+        found = [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
+        if router.use(model).biased and "expert_bias" not in router.state:
+            found.append(f"the router kind {router.name} uses a bias: its state and module must have expert_bias")
+        if model.router.z_loss and not router.learned:
+            found.append(f"model.router.z_loss: the router kind {router.name} has no logits. Remove the key")
+        return found + router.problems(model)
+
+    def megatron(self, model: ModelConfig) -> dict[str, Any]:
+        router = routers.kind_of(model.router.kind)
+        # With a capacity, dispatchers count what they send instead of relying on top_k; our routers drop nothing.
+        capacity = {} if router.every_token_gets_k else {"moe_expert_capacity_factor": 1.0}
+        return {
+            "num_moe_experts": model.experts,
+            "moe_ffn_hidden_size": model.expert_hidden_size,
+            "moe_shared_expert_intermediate_size": model.shared_expert_hidden_size,
+            "moe_router_topk": model.top_k,
+            "moe_router_pre_softmax": True,  # else megatron-core refuses top_k=1, whatever the router
+            **capacity,
+            **router.megatron(model),
+        }
+
+    def divisions(self, model: ModelConfig) -> list[Division]:
+        return [
+            Division("model.expert_hidden_size", model.expert_hidden_size or 0, "expert_tensor"),
+            Division("model.experts", model.experts, "expert"),
+            Division("model.shared_expert_hidden_size", model.shared_expert_hidden_size or 0, "tensor"),
+        ]
+
+    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
+        shared = {"shared_expert": Fraction(1)} if model.shared_expert_hidden_size else {}
+        return {"router": Fraction(1), "experts": Fraction(model.top_k, model.experts), **shared}
+
+    def part_of(self, parameter: str) -> str:
+        parts = {"router.": "router", "shared_experts.": "shared_expert"}
+        return next((part for start, part in parts.items() if parameter.startswith(start)), "experts")
+
+    def weights(self, model: ModelConfig) -> dict[str, Weight]:
+        D, E, F = sizes(model)
+        router = routers.kind_of(model.router.kind)
+        found = {"router.weight": whole(D, experts=E)} if router.learned else {}
+        found |= {"router.bias": whole(experts=E)} if router.learned and model.router.bias else {}
+        found |= {f"router.{name}": whole(experts=E) for name in router.state}
+        expert, shared = mlp.weights(model, F), model.shared_expert_hidden_size
+        found |= {f"local_experts.{e}.{name}": weight for e in range(E) for name, weight in expert.items()}
+        of_shared = mlp.weights(model, shared) if shared else {}
+        return found | {f"shared_experts.{name}": weight for name, weight in of_shared.items()}
+
+    def stacks(self, model: ModelConfig) -> dict[str, Stack]:
+        _, E, F = sizes(model)
+        weights = mlp.weights(model, F).values()
+        return {
+            f"experts.fc{i}": Stack(weight, tuple(expert_weight(e, i) for e in range(E)))
+            for i, weight in enumerate(weights, 1)
+        }
+
+    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
+        import torch
+
+        return torch.zeros(shape) if name == "router.bias" or name in self.kept_in_fp32 else None
+
+    def exported(self, model: ModelConfig) -> str | Cannot:
+        answer = routers.kind_of(model.router.kind).exported(model)
+        return answer if isinstance(answer, Cannot) else str(model.experts)
+
+    def imported(self, entry: str) -> dict[str, Any] | None:
+        return {"experts": int(entry)} if entry.isdecimal() and int(entry) > 0 else None
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        use = use_of(model)
+        return {
+            "gated": model.gated,
+            "num_experts_per_tok": model.top_k,
+            "shared_expert_hidden_size": model.shared_expert_hidden_size,
+            "router_kind": model.router.kind,
+            "router_options": {
+                key: getattr(model.router, key)
+                for key in routers.kind_of(model.router.kind).keys
+                if key not in ("scope", *routers.LOGITS)
+            },
+            "router_bias": model.router.bias and routers.kind_of(model.router.kind).learned,
+            "router_scale": use.scale,
+            "router_scores": use.scores,
+            "router_normalized": use.normalized,
+            "router_biased": use.biased,
+            "router_bias_on_logits": use.bias_on_logits,
+        }
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        names = {"top_k": "num_experts_per_tok", "shared_expert_hidden_size": "shared_expert_hidden_size"}
+        fields = {ours: content[theirs] for ours, theirs in names.items() if theirs in content}
+        router = {"kind": content.get("router_kind", "sinkhorn"), **(content.get("router_options") or {})}
+        kind = routers.kind_of(router["kind"])
+        router |= {
+            key: content[f"router_{key}"] for key in routers.LOGITS if key in kind.keys and f"router_{key}" in content
+        }
+        return fields | {"router": router, "gated": content.get("gated", True)}
+
+    def decoding(self, model: ModelConfig) -> Decoding | Cannot:
+        exported = self.exported(model)
+        return exported if isinstance(exported, Cannot) else super().decoding(model)
+
+
+def sizes(model: ModelConfig) -> tuple[int, int, int]:
+    """Return D, E, F."""
+    return model.hidden_size, model.experts, model.expert_hidden_size or 0
+
+
+def expert_weight(expert: int, linear: int) -> str:
+    return f"local_experts.{expert}.linear_fc{linear}.weight"
+
+
+def is_papers(model: ModelConfig) -> bool:
+    """Return whether the layer is the paper's: one gated expert a token, scaled by the sigmoid of its logit."""
+    return is_simple(model) and use_of(model) == routers.Use("sigmoid")
+
+
+def is_simple(model: ModelConfig) -> bool:
+    """Return whether the layer is one gated expert a token, whichever the router."""
+    gated = model.gated and model.activation in ("silu", "gelu")
+    return gated and model.top_k == 1 and not model.shared_expert_hidden_size
+
+
+def use_of(model: ModelConfig) -> routers.Use:
+    return routers.kind_of(model.router.kind).use(model)

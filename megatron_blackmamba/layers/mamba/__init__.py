@@ -1,0 +1,1 @@
+"""Mamba-1: `kind` is read by the config, the other files when they are needed."""

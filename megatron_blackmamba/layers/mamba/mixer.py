@@ -1,0 +1,128 @@
+"""The Mamba-1 mixer on megatron-core's parallel linears.
+
+Each tensor-parallel rank owns a slice of the inner channels from in_proj to out_proj. Only x_proj mixes channels: its
+output (dt, B, C) is summed over the ranks. Every rank uses the whole sum for its own channels, so the gradients of the
+sum are also added over the ranks. `model.mamba_norms` stands between the two sums, equal on every rank.
+
+Under context parallelism each rank has a contiguous part of every sequence. The convolution then starts with the last
+inputs of the previous part, and the scan with its final state (`ops/context.py`).
+
+The rows of in_proj are [x | z]. Each rank has a slice of both halves, since a plain row split would give one rank only
+x. The checkpoint stores the slices as one [x | z] matrix.
+
+Shapes: S sequence, B batch, D model, I inner channels of this rank, N state, R rank of dt, K convolution width.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_blackmamba.engine.parts.layers import leave_whole
+from megatron_blackmamba.layers.mamba.kind import x_proj
+from megatron_blackmamba.layers.recurrent import NORMS
+from megatron_blackmamba.model.channels import Channels
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.norms import RMSNorm
+from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
+from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
+from megatron_blackmamba.ops.context import several
+from megatron_blackmamba.ops.selective_scan import selective_scan
+from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+
+
+class ConvolutionOfRows(Channels):
+    """The convolution of x in rows [x | z], one filter a channel, then SiLU."""
+
+    def forward(self, xz_BSJ: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Halves:
+        weight_IK = self.weight.squeeze(1)
+        if context is None:
+            return convolve_first_half(xz_BSJ, weight_IK, self.bias, reset_BL=reset_BS)
+        x_BSI, z_BSI = xz_BSJ.chunk(2, dim=-1)
+        y_BSI = causal_conv1d_part(x_BSI, weight_IK, self.bias, group=context, reset_BL=reset_BS)
+        return Halves(y_BSI, y_BSI, z_BSI)
+
+
+class DeltaProjection(Channels):
+    """The projection of dt from its low rank to the channels."""
+
+    def forward(self, dt_SBR: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the product and the bias, which the scan adds."""
+        return F.linear(dt_SBR, self.weight), self.bias
+
+
+class MambaMixer(MegatronModule):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
+        super().__init__(config)
+        model = config.described
+        self.tp_group = pg_collection.tp
+        self.context = several(pg_collection.cp)
+        self.backend = config.kernels.scan
+        self.keep_states = config.kernels.scan_states == "keep"
+        inner, local = model.inner_size, model.inner_size // self.tp_group.size()
+
+        self.in_proj = column(model.hidden_size, 2 * inner, config, self.tp_group)
+        self.conv1d = ConvolutionOfRows(
+            empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
+        )
+        self.shared = x_proj(model)
+        outputs = self.shared.shape[0]
+        self.x_proj = row(inner, outputs, config, self.tp_group)
+        # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
+        leave_whole(self.x_proj)
+        self.norms = NORMS if model.mamba_norms else ()
+        for name, part in zip(self.norms, self.shared.rows, strict=False):
+            norm = RMSNorm(config, self.shared.count(part), config.layernorm_epsilon)
+            replicated(norm.weight, sequence_parallel=False)  # every rank has the whole sum of the whole sequence
+            self.add_module(name, norm)
+        self.dt_proj = DeltaProjection(
+            empty(local, model.dt_rank_or_default, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
+        )
+        self.A_log = without_decay(empty(local, model.state_size, dtype=config.full_precision))
+        self.D = without_decay(empty(local, dtype=config.full_precision))
+        self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
+
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        reset_BS = inputs.reset_BS
+        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
+        xz_SBI, _ = self.in_proj(hidden_SBD)
+        halves = self.conv1d(xz_SBI.transpose(0, 1), reset_BS, self.context)
+
+        dtBC_SB, _ = self.x_proj(halves.x_BLI.transpose(0, 1))
+        if self.norms:
+            parts = zip(self.norms, self.shared.split(dtBC_SB), strict=True)
+            dtBC_SB = torch.cat([getattr(self, name)(part) for name, part in parts], dim=-1)
+        dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
+        dt_SBR, B_SBN, C_SBN = self.shared.split(dtBC_SB)
+        delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
+
+        scan: Any = selective_scan
+        if halves.gradient is not None:
+            scan = partial(selective_scan, z_gradient=halves.gradient.of_second_half)
+        if self.context is not None:
+            scan = partial(selective_scan_part, group=self.context)
+        y_BSI = scan(
+            halves.x_again_BLI,
+            delta_SBI.transpose(0, 1),
+            -torch.exp(self.A_log),
+            B_SBN.transpose(0, 1),
+            C_SBN.transpose(0, 1),
+            self.D,
+            z_BLI=halves.z_BLI,
+            delta_bias_I=delta_bias_I,
+            reset_BL=reset_BS,
+            keep_states=self.keep_states,
+            backend=self.backend,
+        )
+        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
+        return out_SBD

@@ -1,0 +1,87 @@
+"""The Mamba-2 mixer on megatron-core's parallel linears.
+
+Each tensor-parallel rank owns some groups of heads from in_proj to out_proj: their z, x, B, C and dt. Only out_proj
+mixes groups, so it is the only communication. Ranks that share a sequence pass on states (`ops/context.py`).
+
+A checkpoint stores in_proj and the convolution as the whole matrices of Mamba-2, with rows [z | x | B | C | dt] and
+[x | B | C]. Each part is sharded separately.
+
+megatron-core also has a Mamba-2 mixer. It requires mamba-ssm and thus CUDA, supports that package's kernels only, and
+cannot reset the state between documents.
+
+Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state.
+Q = I + 2GN channels of the convolution.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_blackmamba.layers.mamba2.decode import bounded
+from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
+from megatron_blackmamba.layers.recurrent import NORMS
+from megatron_blackmamba.model.channels import Convolution
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.norms import GatedNorm, GroupNorm
+from megatron_blackmamba.model.sharding import empty, without_decay
+from megatron_blackmamba.ops.context import several
+from megatron_blackmamba.ops.ssd import ssd
+from megatron_blackmamba.ops.ssd.part import ssd_part
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+
+
+class Mamba2Mixer(MegatronModule):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
+        super().__init__(config)
+        model = config.described
+        self.tp_group = pg_collection.tp
+        self.context = several(pg_collection.cp)
+        self.backend = config.kernels.ssd
+        ranks = self.tp_group.size()
+        inner, whole = sizes(model)[0], in_proj(model)
+        self.groups, self.time_step_min = model.mamba2.groups // ranks, model.mamba2.time_step_min
+        self.rows = whole.share(ranks)
+        channels, self.heads = self.rows.count("x B C"), self.rows.count("dt")
+        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
+        self.conv1d = Convolution(
+            empty(channels, 1, model.conv_kernel, dtype=config.params_dtype),
+            empty(channels, dtype=config.params_dtype),
+        )
+        self.dt_bias, self.A_log, self.D = (
+            without_decay(empty(self.heads, dtype=config.full_precision)) for _ in range(3)
+        )
+        self.norms = NORMS[1:] if model.mamba_norms else ()
+        for name in self.norms:
+            self.add_module(name, GroupNorm(self.rows.count("B"), self.groups, config))
+        self.norm = GatedNorm(inner // ranks, self.groups, config)
+        self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
+
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        reset_BS = inputs.reset_BS
+        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
+        zxBCdt_SB, _ = self.in_proj(hidden_SBD)
+        z_BSI, xBC_BSQ, dt_BSH = self.rows.split(zxBCdt_SB.transpose(0, 1), "z", "x B C", "dt")
+        x_BSI, B_BS, C_BS = self.rows.split(self.conv1d(xBC_BSQ, reset_BS, self.context), "x", "B", "C")
+        if self.norms:
+            B_BS, C_BS = (getattr(self, name)(part) for name, part in zip(self.norms, (B_BS, C_BS), strict=True))
+        scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
+        y_BSHP = scan(
+            x_BSI.unflatten(2, (self.heads, -1)),
+            bounded(dt_BSH, self.dt_bias, self.time_step_min),
+            -torch.exp(self.A_log),
+            B_BS.unflatten(2, (self.groups, -1)),
+            C_BS.unflatten(2, (self.groups, -1)),
+            self.D,
+            dt_bias_H=self.dt_bias,
+            reset_BL=reset_BS,
+            backend=self.backend,
+        )
+        y_BSI = self.norm(y_BSHP.flatten(2), z_BSI)
+        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
+        return out_SBD

@@ -1,0 +1,1 @@
+"""Mamba-3: `kind` is read by the config, the other files when they are needed."""

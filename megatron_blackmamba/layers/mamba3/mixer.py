@@ -1,0 +1,84 @@
+"""The Mamba-3 mixer on megatron-core's parallel linears.
+
+Each tensor-parallel rank owns some groups of heads from in_proj to out_proj, as in Mamba-2. The angles are the same for
+all heads: each rank projects some of them, and all gather them. The norms of B and C are the same for all groups, so
+their gradients are summed over the ranks.
+
+A checkpoint stores in_proj as one matrix with rows [z | x | B | C | dt | A | trap | angle]. Each part is sharded by
+itself, and so is each of the R parts of B and C.
+
+Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P channels of a head, G groups, N state,
+R rank.
+"""
+
+from torch import Tensor
+
+from megatron_blackmamba.layers.mamba3.kind import MIX, NORMS, in_proj
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.norms import GroupNorm, SharedNorm
+from megatron_blackmamba.model.sharding import empty, without_decay
+from megatron_blackmamba.ops.context import several
+from megatron_blackmamba.ops.mamba3 import Rates, gated, mamba3
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+
+
+class Mamba3Mixer(MegatronModule):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
+        super().__init__(config)
+        model = config.described
+        self.tp_group = pg_collection.tp
+        self.context = several(pg_collection.cp)
+        ranks = self.tp_group.size()
+        whole = in_proj(model)
+        self.rows = whole.share(ranks)
+        self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor
+        inner, heads = self.rows.count("x"), self.rows.count("dt")
+        N, R = model.mamba3.state_size, model.mamba3.rank
+        self.rank = R
+
+        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
+        shapes = {"dt_bias": (heads,), "B_bias": (heads, R, N), "C_bias": (heads, R, N), "D": (heads,)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, without_decay(empty(*shape, dtype=config.full_precision)))
+        for name in MIX:
+            factors = empty(heads, R, model.mamba3.head_dim, dtype=config.full_precision)
+            self.register_parameter(name, without_decay(factors) if R > 1 else None)
+        for name in NORMS:
+            self.add_module(name, SharedNorm(N, config, self.tp_group))
+        self.norm = GroupNorm(inner, heads, config) if model.mamba3.output_norm else None
+        self.out_proj = row(model.inner_size, model.hidden_size, config, self.tp_group)
+
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        reset_BS = inputs.reset_BS
+        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
+        projected_SB, _ = self.in_proj(hidden_SBD)
+        z_BSI, x_BSI, *shared, dt, A, trap, angle = self.rows.split(projected_SB.transpose(0, 1))
+        if self.tp_group.size() > 1:
+            angle = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
+        rows = (self.rank, self.groups, -1)
+        B_BSRGN, C_BSRGN = (
+            getattr(self, name)(part.unflatten(-1, rows)) for name, part in zip(NORMS, shared, strict=True)
+        )
+        y, _ = mamba3(
+            x_BSI.unflatten(2, (dt.shape[-1], -1)),
+            Rates.of(dt, A, trap, angle, self.dt_bias, self.floor),
+            B_BSRGN,
+            C_BSRGN,
+            self.B_bias,
+            self.C_bias,
+            self.D,
+            mix_HRP=self.mimo_x,
+            reset_BL=reset_BS,
+            group=self.context,
+        )
+        if self.norm is not None:
+            y = self.norm(y.flatten(-2)).unflatten(-1, y.shape[-2:])
+        out_SBD, _ = self.out_proj(gated(y, z_BSI, self.mimo_z, self.mimo_o).transpose(0, 1).contiguous())
+        return out_SBD

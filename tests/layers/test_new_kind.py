@@ -1,0 +1,103 @@
+"""A kind of layer in one file of its own goes the whole way; one that leaves a question open is refused."""
+
+import pytest
+
+from megatron_blackmamba import layers
+from megatron_blackmamba.config import load
+from megatron_blackmamba.registry import KindError
+from tests.layers.running_mean.kind import RunningMean
+from tests.runtime.ranks import fork_script
+
+pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, not once a worker
+
+
+@pytest.fixture(scope="module")
+def went(tmp_path_factory):
+    found = fork_script("tests.layers.new_kind_probe", str(tmp_path_factory.mktemp("new_kind")))
+    for name, answer in found.items():
+        assert "error" not in answer, (name, answer)
+    return found
+
+
+def test_new_kind_trains_alike_under_tensor_parallelism(went):
+    assert went["losses"]["tp2_fp64"] == pytest.approx(went["losses"]["solo_fp64"], abs=1e-10)
+    assert went["losses"]["solo"][-1] < went["losses"]["solo"][0]
+
+
+def test_new_kind_resumes_exactly(went):
+    assert went["losses"]["again"] == went["losses"]["solo"]
+
+
+def test_fused_rows_resume_under_tensor_parallelism(went):
+    """The mixer says nothing of checkpoints. Its rows were once loaded in another order, and it trained on."""
+    assert went["losses"]["moved"] == pytest.approx(went["losses"]["fused"], abs=1e-10)
+    assert len(went["losses"]["moved"]) == 6
+
+
+def test_plan_counts_new_kind(went):
+    flops, kept = went["counted"]["answer"]
+    planned_flops, planned_kept, parameters = went["planned"]["answer"]
+    assert planned_flops == flops
+    assert planned_kept == pytest.approx(kept, rel=0.05)
+    assert parameters == 2 * (2 * 64 * 64 + 64)
+
+
+@pytest.mark.parametrize("case", [0, 1], ids=["without_resets", "with_resets"])
+def test_new_kind_decodes(went, case):
+    assert went["decoded"]["answer"][case] < 1e-4
+
+
+def test_new_kind_is_saved_from_memory(went):
+    assert went["saved"]["answer"] is True
+
+
+def test_export_refuses_new_kind_by_name(went):
+    assert "running mean layers (A) have no class in the modeling files" in went["refused"]["answer"]
+
+
+def test_registry_refuses_missing_answers_by_name():
+    class Silent(RunningMean):
+        letter = "S"
+        weights = layers.LayerKind.weights
+        exported = layers.LayerKind.exported
+
+    with pytest.raises(KindError, match="Silent does not define: exported, weights"):
+        layers.register(Silent)
+
+
+class SilentCost(layers.Cost):
+    def flops(self, model, sequence):
+        return {}
+
+
+def test_costs_without_answers_are_refused_by_name():
+    class Priceless(RunningMean):
+        letter, cost = "Q", f"{__name__}:SilentCost"
+
+    layers.register(Priceless)
+    try:
+        with pytest.raises(KindError, match="SilentCost does not define: kept, traffic"):
+            load("tiny", ["model.pattern=Q"])
+    finally:
+        layers.unregister("Q")
+
+
+def test_registry_refuses_taken_letters():
+    class Second(RunningMean):
+        letter = "M"
+
+    with pytest.raises(KindError, match="'M' is taken by Mamba"):
+        layers.register(Second)
+
+
+def test_registry_refuses_letters_of_two_characters():
+    class Long(RunningMean):
+        letter = "AA"
+
+    with pytest.raises(KindError, match=r"Long does not define: letter \(one character\)"):
+        layers.register(Long)
+
+
+def test_unknown_letters_name_the_known():
+    with pytest.raises(ValueError, match=r"model.pattern=Z: no such kind. Choose one of .*E, .*M"):
+        layers.kind_of("Z")
