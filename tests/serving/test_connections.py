@@ -66,7 +66,7 @@ def test_clients_that_send_no_header_make_way(sent):
             client.close()
 
 
-def test_a_header_sent_letter_by_letter_is_too_late():
+def test_header_sent_letter_by_letter_is_too_late():
     with serving() as (_, connect), connect() as client:
         begun = time.monotonic()
         with pytest.raises(OSError):
