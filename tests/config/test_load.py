@@ -260,7 +260,7 @@ def test_composed_config_is_yaml_and_matches_the_schema():
     "override, named",
     [
         ("kernels.linear=te", "kernels.linear=local"),
-        ("kernels.scan=cpu", "auto, chunked or reference"),
+        ("kernels.scan=cpp", "auto, chunked or reference"),
         ("kernels.ssd=mamba_ssm", "auto, chunked or reference"),
     ],
 )

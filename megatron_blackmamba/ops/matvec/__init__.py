@@ -55,8 +55,9 @@ def product(x: Tensor, weight_OI: Tensor) -> Tensor:
     """
     x_BI = x.flatten(0, -2)
     B, slow = x_BI.shape[0], weight_OI.dtype == torch.bfloat16 and not bf16_products()
-    if why_not_cpp(weight_OI, x_BI) is None and (SEVERAL if slow else FEW) >= B:
-        y_BO = matvec(weight_OI, x_BI)
+    cpp = backends.find(__name__, "cpp", weight_OI, x_BI)
+    if cpp and (SEVERAL if slow else FEW) >= B:
+        y_BO = cpp.matvec(weight_OI, x_BI, None)
     elif slow and x.device.type == "cpu":
         y_BO = F.linear(x_BI.float(), weight_OI.float()).to(x.dtype)
     else:
