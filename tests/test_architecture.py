@@ -266,6 +266,16 @@ def test_files_stay_under_500_lines():
     assert [f"{p.relative_to(ROOT)}: {n}" for p in code if (n := len(p.read_text().splitlines())) > MOST_LINES] == []
 
 
+def test_names_of_tests_have_at_most_eight_words():
+    names = [
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 2000 and [name for name in names if len(name.split("_")) > 9] == []
+
+
 def test_folders_of_tests_are_packages():
     """Without `__init__.py` two files of one name in two folders stop the whole collection."""
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}

@@ -405,7 +405,7 @@ def test_layers_that_a_key_changes_read_it(change):
 
 
 @pytest.mark.parametrize("spec", ["trunk", "trunk@80", "trunk/checkpoints/step_00000080"])
-def test_trunk_in_a_file_is_relative_to_that_file(write, tmp_path, spec):
+def test_trunk_in_file_is_relative_to_that_file(write, tmp_path, spec):
     (tmp_path / "trunk/checkpoints/step_00000080").mkdir(parents=True)
     file = write("mine.yaml", f"include: tiny\nstart: {{branch: {spec}}}\n")
     assert load(file).start.branch == f"{tmp_path}/{spec}"

@@ -92,7 +92,7 @@ def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
         'while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done; PYTHON=/nowhere/python; "${@/*python3/$PYTHON}"',
     ],
 )
-def test_only_the_plan_can_say_that_a_run_cannot_work(start, tmp_path, srun):
+def test_only_plan_can_say_that_run_cannot_work(start, tmp_path, srun):
     done = start(SRUN=f'case " $* " in *" plan "*) {srun} ;; *) exit 1 ;; esac', PYTHON="python3")
     assert "the plan says" not in done.stdout and "the plan could not be checked on node1" in done.stdout
     assert "unfit: node1" in done.stdout and "requeueing job 42 without node1" in done.stdout
@@ -126,7 +126,7 @@ def test_node_without_srun_is_named(start, tmp_path):
     assert "the plan" not in done.stdout and "requeueing job 42" in done.stdout
 
 
-def test_refused_job_keeps_the_marker_of_the_one_before(start, tmp_path):
+def test_refused_job_keeps_marker_of_the_one_before(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/requeue").touch()
     assert "requeueing job 42" in start(SRUN="exit 1").stdout

@@ -58,7 +58,7 @@ def test_scan_of_a_mamba_layer_by_hand(case):
 
 
 @pytest.mark.parametrize("letter", ["M", "E"])
-def test_products_of_a_layer_are_those_of_its_flops(letter):
+def test_products_of_layer_are_those_of_its_flops(letter):
     config = load("blackmamba_1.5b", ["model.shared_expert_hidden_size=512"])
     forward, backward = kind_of(letter).costs.work(sizes_of(config, "cuda"))
     parts = kind_of(letter).costs.flops(config.model, 2048)

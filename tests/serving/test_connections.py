@@ -77,7 +77,7 @@ def test_half_a_header_after_an_answer_is_too_late():
         wait_until(lambda: not connections.open, seconds=15)
 
 
-def test_a_header_sent_letter_by_letter_is_too_late():
+def test_header_sent_letter_by_letter_is_too_late():
     with serving() as (_, connect), connect() as client:
         begun = time.monotonic()
         with pytest.raises(OSError):

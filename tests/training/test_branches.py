@@ -179,7 +179,7 @@ def killed(forks, folder, mixture, overrides, places, then=lambda: None):
 
 
 @thorough
-def test_kills_in_warm_up_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
+def test_kills_in_warmup_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
     """The trunk keeps the branch's checkpoint, though it keeps only its last one, until the branch has its own."""
     ours, other = tmp_path / "trunk", tmp_path / "branch"
     trunk_run = RunFolder(ours / "run")
