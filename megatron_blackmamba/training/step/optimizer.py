@@ -1,7 +1,6 @@
 """A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 from megatron_blackmamba import optimizers
@@ -10,6 +9,7 @@ from megatron_blackmamba.engine import changes
 from megatron_blackmamba.engine.checked import replace
 from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
 from megatron_blackmamba.engine.parts.ema import Ema
+from megatron_blackmamba.engine.parts.muon import know_matrices
 from megatron_blackmamba.engine.parts.optimizer import Built
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers.base import NO_DECAY
@@ -57,8 +57,6 @@ def make_trainable(
     reduced = Accumulation(model.config, how, model)
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)
-    if kind.extends:
-        resolve_name(kind.extends)()
     with changes.during(changes.BUILDING, kind, settings, skip=skip):
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -78,6 +76,7 @@ def make_trainable(
         )
     built = Built(optimizer, reduced, model, kind, settings)
     changes.apply(changes.OPTIMIZER, built, skip=skip)
+    know_matrices(built, world.groups)
     replace(model.config, "finalize_model_grads_func", finalize_model_grads)
     replace(model.config, "grad_scale_func", optimizer.scale_loss)
     if how.overlap_grad_reduce:
