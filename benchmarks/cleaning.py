@@ -23,7 +23,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,23 @@ class Corpus:
     def write(self, path: Path) -> Path:
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in self.texts))
         return path
+
+
+class Words:
+    """Random words, of which some are common."""
+
+    def __init__(self, choose: random.Random, count: int = 20_000) -> None:
+        self.choose = choose
+        self.words = ["".join(choose.choices(ascii_lowercase, k=choose.randint(2, 9))) for _ in range(count)]
+        self.weights = list(accumulate(1 / (rank + 20) for rank in range(count)))
+
+    def take(self, count: int) -> list[str]:
+        return self.choose.choices(self.words, cum_weights=self.weights, k=count)
+
+    def lines(self, count: int) -> str:
+        """Return words in lines of ten."""
+        words = self.take(count)
+        return "\n".join(" ".join(words[start : start + 10]) for start in range(0, count, 10))
 
 
 def documents_of(texts: Iterable[str], count: int, choose: random.Random) -> list[str]:

@@ -19,8 +19,8 @@ from benchmarks.gpu_step import clocked
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.captured import Graph
 from megatron_blackmamba.inference.weights import Weights
-from megatron_blackmamba.ops import triton_decoding
-from megatron_blackmamba.ops.triton_decoding import Launch, Tiling
+from megatron_blackmamba.ops.decoding import triton as triton_decoding
+from megatron_blackmamba.ops.decoding.triton import Launch, Tiling
 
 REPEATS = 20
 CHANGES: dict[str, list[dict[str, int]]] = {

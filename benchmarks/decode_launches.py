@@ -61,7 +61,8 @@ def table(config: ModelConfig, rows: list[int]) -> str:
 
 def kernels(decoder: Any, rows: int) -> Counter[str]:
     """Return the kernels of one step by name."""
-    from megatron_blackmamba.ops import decoding, triton_decoding
+    from megatron_blackmamba.ops import decoding
+    from megatron_blackmamba.ops.decoding import triton as triton_decoding
 
     state = decoder.start(rows)
     tokens_B = torch.zeros(rows, dtype=torch.long, device="meta")

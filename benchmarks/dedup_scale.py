@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cleaning import change
-from benchmarks.dedup_families import Words
+from benchmarks.cleaning import Words, change
 
 BILLION = 1e9
 

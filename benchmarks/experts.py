@@ -37,7 +37,7 @@ def main() -> None:
         ways: dict[str, Callable[[], Tensor]] = {
             NAMES[backend]: partial(grouped_experts, x, counts, fc1, fc2, backend=backend)
             for backend, reason in available_backends().items()
-            if reason is None
+            if reason is None and backend in NAMES
         }
         ways["limit: one dense product"] = partial(dense, x, fc1[0], fc2[0])
         weight = torch.randn_like(x)

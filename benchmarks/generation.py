@@ -21,7 +21,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, shapes
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.ops.matvec import matvec
+from megatron_blackmamba.report.charts import Line, Lines
+from megatron_blackmamba.report.pictures import write_picture
 
 Step = Callable[[], Any]
 TURN = 2
@@ -258,24 +260,17 @@ def show(result: dict[str, Any]) -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
+    rows = [(NAMES[name], [*row], [*row.values()]) for name, row in result["ms"].items()]
+    bound = ("memory-bandwidth bound of BlackMamba", result["bound_ms"])
+    write_picture(path, [by_length(f"Generation, batch 1, bf16: {result['machine']}", rows, bound)])
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for name, row in result["ms"].items():
-        axes.plot(list(row), list(row.values()), marker="o", label=NAMES[name])
-    axes.axhline(result["bound_ms"], color="grey", linestyle="--", label="memory-bandwidth bound of BlackMamba")
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("length, tokens")
-    axes.set_ylabel("milliseconds a token")
-    axes.set_title(f"Generation, batch 1, bf16: {result['machine']}", fontsize=8)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+def by_length(title: str, rows: Iterable[tuple[str, list[int], list[float]]], bound: tuple[str, float]) -> Lines:
+    """Return a chart of milliseconds a token over the length, with a bound."""
+    curves = [Line(name, lengths, ms, colour=i) for i, (name, lengths, ms) in enumerate(rows)]
+    ends = [min(curve.x[0] for curve in curves), max(curve.x[-1] for curve in curves)]
+    curves.append(Line(bound[0], ends, [bound[1]] * 2, colour=len(curves), dashed=True, thin=True))
+    return Lines(f"{title}, milliseconds a token", curves, x_label="length, tokens", zero=True, log=True)
 
 
 if __name__ == "__main__":

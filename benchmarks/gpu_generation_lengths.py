@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.generation import random_model
+from benchmarks.generation import by_length, random_model
 from benchmarks.gpu_kernels import Machine
 from benchmarks.gpu_step import clocked
 from megatron_blackmamba.config import load
@@ -25,7 +25,8 @@ from megatron_blackmamba.inference import Decoder, State
 from megatron_blackmamba.inference.captured import Graph
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.layers.attention import kind as attention
-from megatron_blackmamba.layers.attention.kind import AttentionDecoding
+from megatron_blackmamba.layers.attention.decode import AttentionDecoding
+from megatron_blackmamba.report.pictures import write_picture
 
 MODELS = {
     "blackmamba_1.5b": "BlackMamba",
@@ -99,26 +100,9 @@ def step_on_full_cache(
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for model, row in result["ms"].items():
-        axes.plot([int(length) for length in row], list(row.values()), marker="o", label=MODELS[model])
-    axes.axhline(
-        result["limit ms"]["blackmamba_1.5b"], color="grey", linestyle="--", label="reading BlackMamba's weights"
-    )
-    axes.set_xscale("log")
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("length, tokens")
-    axes.set_ylabel("milliseconds a token")
-    axes.set_title(f"Generation, batch 1, bf16: {result['machine']['device']}", fontsize=8)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    rows = [(MODELS[model], [int(length) for length in row], [*row.values()]) for model, row in result["ms"].items()]
+    bound = ("reading BlackMamba's weights", result["limit ms"]["blackmamba_1.5b"])
+    write_picture(path, [by_length(f"Generation, batch 1, bf16: {result['machine']['device']}", rows, bound)])
 
 
 if __name__ == "__main__":

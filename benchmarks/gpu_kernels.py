@@ -200,12 +200,13 @@ def convolution_rows(machine: Machine, batch: int) -> list[Row]:
 
 
 def sinkhorn_rows(machine: Machine, batch: int) -> list[Row]:
-    from megatron_blackmamba.ops.sinkhorn import reference, triton
+    from megatron_blackmamba.ops.sinkhorn import Inputs, reference, triton
 
     logits = normal(batch * LENGTH, EXPERTS, dtype=torch.float32).detach()
+    inputs = Inputs(logits)
     peers = [
-        Peer("triton", lambda: triton.choice(logits, 1, 2.0, "balanced", None), []),
-        Peer("PyTorch", lambda: reference.choice(logits, 1, 2.0, "balanced", None), []),
+        Peer("triton", lambda: triton.choice(inputs), []),
+        Peer("PyTorch", lambda: reference.choice(inputs), []),
     ]
     try:
         from megatron.core.transformer.moe.moe_utils import sinkhorn

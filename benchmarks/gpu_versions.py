@@ -21,11 +21,14 @@ import torch
 
 from benchmarks._common import table
 from benchmarks.gpu_kernels import EXPERTS, INNER, LENGTH, TAPS, Machine, _timed, normal
-from megatron_blackmamba.ops import backends, order, triton_cross_entropy, triton_norm
+from megatron_blackmamba.ops import order
 from megatron_blackmamba.ops.causal_conv1d import Inputs
 from megatron_blackmamba.ops.causal_conv1d import triton as triton_convolution
 from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
+from megatron_blackmamba.ops.cross_entropy import triton as triton_cross_entropy
+from megatron_blackmamba.ops.rms_norm import triton as triton_norm
 from megatron_blackmamba.ops.sinkhorn import LOAD_BOUND, MOST_ITERATIONS
+from megatron_blackmamba.ops.sinkhorn import Inputs as SinkhornInputs
 from megatron_blackmamba.ops.sinkhorn import triton as triton_sinkhorn
 
 MODEL, VOCABULARY = 1152, 50_304
@@ -108,9 +111,12 @@ def loss_versions(old: Path, tokens: int) -> Iterator[Version]:
 
 def order_versions(old: Path, tokens: int) -> Iterator[Version]:
     choice = torch.randint(EXPERTS, (tokens,), device="cuda")
-    calls = [Call("order", 32 * tokens / 1e6, lambda: order.order_of(choice, EXPERTS))]
-    yield Version("counting sort", calls)
-    yield Version("PyTorch", calls, backends, {"triton_of": lambda *_: None})
+
+    def calls(backend: str) -> list[Call]:
+        return [Call("order", 32 * tokens / 1e6, lambda: order.order_of(choice, EXPERTS, backend=backend))]
+
+    yield Version("counting sort", calls("triton"))
+    yield Version("PyTorch", calls("reference"))
 
 
 def sinkhorn_versions(old: Path, tokens: int) -> Iterator[Version]:
@@ -118,12 +124,8 @@ def sinkhorn_versions(old: Path, tokens: int) -> Iterator[Version]:
     counts = torch.zeros(EXPERTS, device="cuda", dtype=torch.int64)
 
     def calls(module: ModuleType, scale: float = 1.0, **bounded: Any) -> list[Call]:
-        given, how = logits * scale, {"iterations": 1, "temperature": 2.0, "start": "balanced"} | bounded
-        return [
-            Call(
-                "sinkhorn", 12 * logits.numel() / 1e6, lambda: module.choice(given, **how, group=None, tokens_E=counts)
-            )
-        ]
+        inputs = SinkhornInputs(logits * scale, **bounded)
+        return [Call("sinkhorn", 12 * logits.numel() / 1e6, lambda: module.choice(inputs, counts))]
 
     yield Version("new", calls(triton_sinkhorn))
     yield Version("old", calls(loaded(old, triton_sinkhorn)))

@@ -31,7 +31,7 @@ from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.selective_scan import available_backends, selective_scan
 from megatron_blackmamba.runtime.memory import keep_freed_memory
 
-OURS = {"cpu": "C++", "chunked": "chunked PyTorch", "triton": "Triton", "mamba_ssm": "mamba_ssm"}
+OURS = {"cpp": "C++", "chunked": "chunked PyTorch", "triton": "Triton", "mamba_ssm": "mamba_ssm"}
 SHORT = 256  # tokens of transformers' forward + backward
 Inputs = dict[str, Tensor]
 
@@ -96,9 +96,9 @@ def backends(device: str) -> dict[str, Callable[[Inputs], Tensor]]:
     """The first is what the others are compared with."""
     ways: dict[str, Callable[[Inputs], Tensor]] = {}
     for backend, reason in available_backends().items():
-        if backend not in OURS or reason or (device == "cpu") != (backend in ("cpu", "chunked")):
+        if backend not in OURS or reason or (device == "cpu") != (backend in ("cpp", "chunked")):
             continue
-        if backend != "cpu":
+        if backend != "cpp":
             ways[OURS[backend]] = partial(ours, backend=backend)
             continue
         for isa in reversed(library.runnable_isas()):
@@ -114,7 +114,7 @@ def ours(x: Inputs, backend: str) -> Tensor:
 
 def with_isa(isa: str, x: Inputs) -> Tensor:
     with mock.patch.dict("os.environ", BLACKMAMBA_ISA=isa):
-        return ours(x, "cpu")
+        return ours(x, "cpp")
 
 
 def peers(dtype: str) -> dict[str, Callable[[Inputs], Tensor]]:
@@ -160,7 +160,7 @@ def limit_ms(options: Any, title: str) -> float | None:
 
 def exponentials_per_second() -> float:
     probe = library.Probe(exponentials=1 << 24)
-    seconds = [_common.timed(lambda: library.call("probe", probe, library.isa())) for _ in range(9)]
+    seconds = [_common.timed(lambda: library.call("probe", probe)) for _ in range(9)]
     return probe.exponentials / _common.median(seconds)
 
 

@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BATCH, LENGTH, INNER, STATE, TAPS, EXPERTS = 8, 2048, 2304, 16, 4, 8  # the 1.5B model, 8 sequences
+HEAD, SSD_STATE = 64, 128  # of Mamba-2
 MODEL, HIDDEN, VOCABULARY = 1152, 3072, 50_304
 
 
@@ -210,6 +211,19 @@ def scan_launches(arch: int, reset: bool = False, keep: bool = True, backward: b
         y.sum().backward()
 
 
+def ssd_launches(arch: int, reset: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Mamba-2's scan of a training step."""
+    from megatron_blackmamba.ops.ssd import Inputs
+    from megatron_blackmamba.ops.ssd.triton import scan
+
+    heads = INNER // HEAD
+    x, dt = bf16(BATCH, LENGTH, heads, HEAD).to(dtype), bf16(BATCH, LENGTH, heads).to(dtype)
+    B, C = (bf16(BATCH, LENGTH, 1, SSD_STATE).to(dtype) for _ in range(2))
+    resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
+    y, _ = scan(Inputs(x, dt, fp32(heads), B, C, fp32(heads), fp32(heads), None, resets))
+    y.sum().backward()
+
+
 def convolution_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.causal_conv1d import Inputs
     from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
@@ -224,40 +238,42 @@ def convolution_launches(arch: int, reset: bool = False) -> None:
 
 def sinkhorn_launches(arch: int, reset: bool = False) -> None:
     """The default: the start, an iteration, and the choice with its counts."""
+    from megatron_blackmamba.ops.sinkhorn import Inputs
     from megatron_blackmamba.ops.sinkhorn.triton import choice
 
     counts = torch.empty(EXPERTS, device="meta", dtype=torch.int64)
-    choice(fp32(BATCH * LENGTH, EXPERTS).detach(), 1, 2.0, "balanced", None, counts)
+    choice(Inputs(fp32(BATCH * LENGTH, EXPERTS).detach()), counts)
 
 
 def large_sinkhorn_launches(arch: int, reset: bool = False) -> None:
     """More logits than one program takes, and as many experts as can be."""
+    from megatron_blackmamba.ops.sinkhorn import Inputs
     from megatron_blackmamba.ops.sinkhorn.triton import ONE_PROGRAM, choice
 
-    choice(fp32(2 * ONE_PROGRAM // 256, 256).detach(), 1, 2.0, "balanced", None)
+    choice(Inputs(fp32(2 * ONE_PROGRAM // 256, 256).detach()))
 
 
 def order_launches(arch: int, reset: bool = False) -> None:
-    from megatron_blackmamba.ops.triton_order import order_of
+    from megatron_blackmamba.ops.order.triton import order_of
 
     order_of(torch.empty(BATCH * LENGTH, device="meta", dtype=torch.int64), EXPERTS)
 
 
 def gated_launches(arch: int, reset: bool = False) -> None:
-    from megatron_blackmamba.ops.triton_gated import gated
+    from megatron_blackmamba.ops.gated.triton import gated
 
     gated(bf16(BATCH * LENGTH, 2 * HIDDEN), fp32(BATCH * LENGTH), False).sum().backward()
 
 
 def norm_launches(arch: int, reset: bool = False) -> None:
-    from megatron_blackmamba.ops.triton_norm import norm_and_stream
+    from megatron_blackmamba.ops.rms_norm.triton import norm_and_stream
 
     y, stream = norm_and_stream(fp32(BATCH * LENGTH, MODEL), bf16(MODEL), 1e-5, bf16(BATCH * LENGTH, MODEL))
     (y.sum() + stream.sum()).backward()
 
 
 def cross_entropy_launches(arch: int, reset: bool = False) -> None:
-    from megatron_blackmamba.ops.triton_cross_entropy import losses_of
+    from megatron_blackmamba.ops.cross_entropy.triton import losses_of
 
     labels = torch.empty(BATCH * LENGTH, device="meta", dtype=torch.int64)
     for differentiate in (False, True):
@@ -265,7 +281,7 @@ def cross_entropy_launches(arch: int, reset: bool = False) -> None:
 
 
 def adam_launches(arch: int, reset: bool = False) -> None:
-    from megatron_blackmamba.ops import triton_adam
+    from megatron_blackmamba.ops.adam import triton as triton_adam
 
     numbers = MODEL * HIDDEN
     wide, narrow = torch.float32, torch.bfloat16
@@ -277,7 +293,7 @@ def adam_launches(arch: int, reset: bool = False) -> None:
 
 def fp8_launches(arch: int, reset: bool = False) -> None:
     """Rounding of tokens, and of the experts' weights along either axis; older GPUs have no FP8."""
-    from megatron_blackmamba.ops.triton_fp8 import by_rows
+    from megatron_blackmamba.ops.fp8.triton import by_rows
 
     weights = bf16(EXPERTS, 2 * HIDDEN, MODEL).detach()
     for x in (bf16(BATCH * LENGTH, MODEL).detach(), weights, weights.mT) if arch >= 90 else ():
@@ -286,7 +302,7 @@ def fp8_launches(arch: int, reset: bool = False) -> None:
 
 def decoding_launches(arch: int, rows: int = 1) -> None:
     """One token of some sequences: embedding, a Mamba layer, experts, and the head."""
-    from megatron_blackmamba.ops import triton_decoding as decoding
+    from megatron_blackmamba.ops.decoding import triton as decoding
 
     rank, wide, narrow = MODEL // 16, partial(torch.empty, device="meta"), bf16
     mamba = decoding.MambaStep(
@@ -309,6 +325,8 @@ def decoding_launches(arch: int, rows: int = 1) -> None:
 OPERATIONS = {
     "selective_scan": scan_launches,
     "selective_scan, recomputed": partial(scan_launches, keep=False),
+    "ssd": ssd_launches,
+    "ssd, fp32": partial(ssd_launches, dtype=torch.float32),
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,

@@ -1,4 +1,4 @@
-// The arguments of the causal convolution, mirrored field by field in megatron_blackmamba/ops/causal_conv1d/cpu.py.
+// The arguments of the causal convolution, mirrored field by field in megatron_blackmamba/ops/causal_conv1d/cpp.py.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// The arguments of the cross entropy, mirrored field by field in megatron_blackmamba/ops/cross_entropy.py.
+// The arguments of the cross entropy, mirrored field by field in megatron_blackmamba/ops/cross_entropy/cpp.py.
 #pragma once
 #include <cstdint>
 

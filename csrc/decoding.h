@@ -1,4 +1,4 @@
-// The arguments of one token's way through a block, mirrored field by field in megatron_blackmamba/ops/decoding.py.
+// The arguments of one token's way through a block, mirrored field by field in megatron_blackmamba/ops/decoding/cpp.py.
 #pragma once
 #include <cstdint>
 

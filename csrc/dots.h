@@ -2,7 +2,7 @@
 #pragma once
 #include "simd.h"
 
-// As in megatron_blackmamba/ops/matvec.py.
+// As in megatron_blackmamba/ops/matvec/cpp.py.
 struct Matrix {
   const void* data;  // fp32 or bf16, rows contiguous
   int64_t rows, columns, stride, is_bf16;
@@ -10,7 +10,7 @@ struct Matrix {
 
 namespace {
 
-constexpr int MAX_VECTORS = 64;             // at once; as in megatron_blackmamba/ops/matvec.py
+constexpr int MAX_VECTORS = 64;             // at once; as in megatron_blackmamba/ops/matvec/cpp.py
 constexpr int UNIT_ROWS = 64;              // rows of one unit of work
 constexpr int MAX_ROWS = W == 16 ? 4 : 2;  // rows at once, as the registers allow
 constexpr int AHEAD = 8192;                // bytes; the processor's own prefetching stops at every page

@@ -1,4 +1,4 @@
-// The arguments of the gated activation, mirrored field by field in megatron_blackmamba/ops/gated.py.
+// The arguments of the gated activation, mirrored field by field in megatron_blackmamba/ops/gated/cpp.py.
 #pragma once
 #include <cstdint>
 

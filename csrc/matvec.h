@@ -1,4 +1,4 @@
-// The arguments of the matrix-vector product, mirrored field by field in megatron_blackmamba/ops/matvec.py.
+// The arguments of the matrix-vector product, mirrored field by field in megatron_blackmamba/ops/matvec/cpp.py.
 #pragma once
 #include <cstdint>
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t ROWS_OF_A_UNIT = 64;  // as in megatron_blackmamba/ops/rms_norm.py
+constexpr int64_t ROWS_OF_A_UNIT = 64;  // as in megatron_blackmamba/ops/rms_norm/cpp.py
 
 template <class T>
 void forward_row(const RmsNorm& s, int64_t t) {

@@ -1,4 +1,4 @@
-// The arguments of the RMS norm, mirrored field by field in megatron_blackmamba/ops/rms_norm.py.
+// The arguments of the RMS norm, mirrored field by field in megatron_blackmamba/ops/rms_norm/cpp.py.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// The arguments of the selective scan, mirrored field by field in megatron_blackmamba/ops/selective_scan/cpu.py.
+// The arguments of the selective scan, mirrored field by field in megatron_blackmamba/ops/selective_scan/cpp.py.
 #pragma once
 #include <cstdint>
 

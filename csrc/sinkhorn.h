@@ -1,4 +1,4 @@
-// The arguments of Sinkhorn routing, mirrored field by field in megatron_blackmamba/ops/sinkhorn/cpu.py.
+// The arguments of Sinkhorn routing, mirrored field by field in megatron_blackmamba/ops/sinkhorn/cpp.py.
 #pragma once
 #include <cstdint>
 

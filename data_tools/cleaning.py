@@ -166,7 +166,7 @@ def _end_with(parent: int, _: _Local) -> None:
 def require_datatrove() -> None:
     """Refuse to start without datatrove; keep its log off the terminal."""
     if PipelineStep is object:
-        raise InputError("datatrove is not installed. Install it with: pip install 'megatron-blackmamba[dedup]'")
+        raise InputError("datatrove is not installed. Install it with: pip install -e '.[dedup]'")
     logger.remove()
 
 

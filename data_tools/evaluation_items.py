@@ -151,7 +151,7 @@ def _from_lm_eval(names: Sequence[str], task_folder: str | None) -> list[Evaluat
     except ImportError:
         raise InputError(
             f"--against {', '.join(names)}: not a file, and lm-eval, which defines tasks, is not installed. Install it "
-            "(pip install 'megatron-blackmamba[eval]'), or name files of JSON lines"
+            "(pip install -e '.[eval]'), or name files of JSON lines"
         ) from None
     manager = _task_manager(task_folder)
     unknown = [name for name in names if name not in manager.all_tasks]

@@ -58,7 +58,10 @@ class TokenizeOptions(InputOptions):
     ] = None
     preset: Annotated[
         str | None,
-        reading(help="pile, slimpajama, starcoder, pes2o, proofpile or pg19: format, field and training files."),
+        reading(
+            help="A published corpus, by its format, field and training files: pile, slimpajama, starcoder, pes2o, "
+            "proofpile, pg19, fineweb, dclm, commonpile, nemotron-cc or finemath."
+        ),
     ] = None
     joiner: Annotated[str, reading(help="Text between joined fields.", callback=_unescape, show_default=r"\n\n")] = (
         "\n\n"

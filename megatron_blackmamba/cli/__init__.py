@@ -305,6 +305,8 @@ def launch(
         print(json.dumps(done.to_json(), indent=2))
     elif dry_run:
         print(done.script, end="")
+        if done.verdict:
+            print(f"blackmamba: {done.verdict}", file=sys.stderr)
         print(f"blackmamba: time limit {done.limit}. What the job does is in {job_body()}.", file=sys.stderr)
         if done.missing_data:
             print(f"blackmamba: it cannot be submitted yet: {done.missing_data}", file=sys.stderr)

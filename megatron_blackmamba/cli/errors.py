@@ -12,12 +12,15 @@ FAILING_DISK = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.EN
 PORT_IN_USE = "EADDRINUSE"
 OUT_OF_MEMORY = "DefaultCPUAllocator"
 """What torch says, in a RuntimeError, when the machine has no memory for a tensor."""
+GPU_OUT_OF_MEMORY = "CUDA out of memory"
+"""The same of a GPU; its allocator's fragments are gone after a restart."""
 
 
 def may_pass(error: Exception) -> bool:
     """Return whether the same command may work the next time: on another port, or when a network disk answers again."""
     failing_disk = isinstance(error, OSError) and error.errno in FAILING_DISK
-    return PORT_IN_USE in str(error) or failing_disk or getattr(error, "worth_another_try", False)
+    passing = any(words in str(error) for words in (PORT_IN_USE, GPU_OUT_OF_MEMORY))
+    return passing or failing_disk or getattr(error, "worth_another_try", False)
 
 
 def in_words(error: Exception) -> str | None:
@@ -38,9 +41,10 @@ def in_words(error: Exception) -> str | None:
         return f"{error.filename}: {error.strerror}. Check the disk or its network, then run the same command again."
     if isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}:
         return f"{error.strerror}: raise the limit (`ulimit -n`). (BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
-    if isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error):
+    where = "GPU" if GPU_OUT_OF_MEMORY in str(error) else "machine"
+    if isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error) or where == "GPU":
         return (
-            "this machine is out of memory: for training, use a smaller training.micro_batch or"
+            f"this {where} is out of memory: for training, use a smaller training.micro_batch or"
             f" training.recompute=layers. ({' '.join(str(error).split()) or 'MemoryError'};"
             " BLACKMAMBA_TRACEBACK=1 shows where it happened.)"
         )

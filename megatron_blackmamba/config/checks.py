@@ -55,6 +55,8 @@ def _letters(pattern: str) -> Iterator[str]:
     if wrong or not pattern:
         own = f". {own_module()}" if wrong else ""
         yield f"a pattern is made of {layers.described()}; found {wrong or 'nothing'}{own}"
+    for kind in layers.kinds_in(pattern):
+        assert kind.costs  # refuses a cost that leaves a question open
 
 
 def _norm(name: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ next file, then `a.b=c` overrides.
 """
 
 import difflib
+import re
 import shlex
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -52,11 +53,15 @@ def find(name: str | Path) -> Path:
             raise ConfigError(f"{name} is not a config file. To set the key, write {key}=VALUE without spaces.")
         if (path / "config.yaml").is_file():
             raise ConfigError(f"{name} is a run's folder: name the config in it, {path / 'config.yaml'}")
+        is_path = path.suffix in (".yaml", ".yml") or (path.parent != Path() and path.name and not path.exists())
         near = [file for suffix in (".yaml", ".yml") if Path(file := f"{name}{suffix}").is_file()]
         near += _files_like(path)
         parts = [known for known in shipped() if Path(tail).name in known.split("_")]
         near += sorted(parts, key=lambda known: not known.startswith("quickstart"))
-        near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.5)
+        near = near or difflib.get_close_matches(Path(tail).name, shipped(), n=1, cutoff=0.8 if is_path else 0.5)
+        if is_path and not near:
+            write = f"; `blackmamba new {path.stem}` writes one" if path.suffix else ""
+            raise ConfigError(f"{name}: no such file (working folder: {Path.cwd()}){write}")
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(f"no config file {str(name)!r}{hint} Shipped runs: {', '.join(shipped())}.")
     return found
@@ -396,6 +401,9 @@ def explain(error: ValidationError, origin: dict) -> str:
             lines.append(f"{_where(path, origin)}: {path}: a value is missing")
         elif problem["type"] == "value_error":
             lines.append(f"{_where(path, origin)}: {message}")
+        elif problem["type"] == "int_parsing" and re.match(r"[\d_.]+ ?[A-Za-z]", str(problem["input"])):
+            units = "write a whole number with K, M, B or T, such as 300M for 300,000,000"
+            lines.append(f"{_where(path, origin)}: {path}={problem['input']!r}: {units}")
         else:
             quotes = (
                 ". Put it in quotes"

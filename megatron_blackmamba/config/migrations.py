@@ -21,7 +21,7 @@ class Migration:
     """A change to saved configs; `change` alters one of the version before in place."""
 
     why: str
-    change: Callable[[Content], None]
+    change: Callable[[Content], object]
 
 
 RENAMED = {
@@ -32,6 +32,8 @@ RENAMED = {
     "init.allow": "resume.allow",
 }
 """Old name → new name. Config files and overrides may use the old one, with a note."""
+RENAMED_VALUES = {"kernels.scan": {"cpu": "cpp"}}
+"""Key → old value → new value. Config files and overrides may use the old one, with a note."""
 
 
 def current_version() -> int:
@@ -47,7 +49,7 @@ def migrate(content: Content, where: str) -> Content:
     if version > current_version():
         raise ConfigError(
             f"{where}: a newer megatron-blackmamba saved this config (version {version}; {__version__} reads up to"
-            f" {current_version()}). Upgrade: pip install -U megatron-blackmamba."
+            f" {current_version()}). Upgrade: git pull, then make -B install."
         )
     migrated = _copied({key: value for key, value in content.items() if key != VERSION_KEY})
     for migration in MIGRATIONS[version - 1 :]:
@@ -73,6 +75,8 @@ def accept_old_names(content: Content, where: str, note: Callable[[str], None]) 
     for old, new in RENAMED.items():
         if _move(content, old, new):
             note(f"{where}: {old} is called {new} now; the old name still works.")
+    for old, new in _rename_values(content):
+        note(f"{where}: {old} is called {new} now; the old name still works.")
 
 
 def remove(name: str, meaning: Any) -> Callable[[Content], None]:
@@ -125,6 +129,21 @@ def _section(content: Content, name: str) -> tuple[Content, str]:
     return content, key
 
 
+def _rename_values(content: Content) -> list[tuple[str, str]]:
+    """Replace values that have another name now, in place; return each assignment before and after."""
+    changes = []
+    for name, values in RENAMED_VALUES.items():
+        section, _, key = name.rpartition(".")
+        keys = content.get(section)
+        if not isinstance(keys, dict):
+            continue
+        old = keys.get(key)
+        if isinstance(old, str) and old in values:
+            keys[key] = values[old]
+            changes.append((f"{name}={old}", f"{name}={values[old]}"))
+    return changes
+
+
 def _copied(content: Content) -> Content:
     return {key: _copied(value) if isinstance(value, dict) else value for key, value in content.items()}
 
@@ -148,5 +167,6 @@ MIGRATIONS: tuple[Migration, ...] = (
     Migration("implementations leave model:, and init: is split by when it is read", rename(RENAMED)),
     Migration("a kind of router refuses keys that it does not read", _forget_unread_router_keys),
     Migration("model.eod_reset ends a document for attention too", _attend_across_documents),
+    Migration("the kernels in C++ have one name", _rename_values),
 )
 """The first entry turns version 1 into version 2, and so on. Append only."""

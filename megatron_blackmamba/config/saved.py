@@ -28,24 +28,29 @@ def model_to_yaml(model: ModelConfig) -> str:
     return yaml.safe_dump({"model": model.model_dump(mode="json")}, sort_keys=False, allow_unicode=True, width=120)
 
 
-def from_saved(content: Any, where: str | Path) -> RunConfig:
-    """Return the run that a saved config describes, whichever version saved it; `where` is for errors."""
+def from_saved(content: Any, where: str | Path, known_kinds: bool = True) -> RunConfig:
+    """Return the run that a saved config describes, whichever version saved it.
+
+    where: For errors.
+    known_kinds: Refuse a run whose kinds of layers, routers and so on are not defined here.
+    """
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: a saved config is a mapping of sections, not a {type(content).__name__}.")
     migrated = migrations.migrate(content, str(where))
     if unknown := unknown_key(migrated):
         raise ConfigError(
             f"{where}: {unknown!r} is unknown to megatron-blackmamba {__version__}: a newer version saved this config."
-            " Upgrade: pip install -U megatron-blackmamba."
+            " Upgrade: git pull, then make -B install."
         )
     try:
         run = RunConfig.model_validate(migrated)
     except ValidationError as error:
         raise ConfigError(explain(error, {"": str(where)})) from None
-    refuse_problem(run, {"": str(where)})
+    if known_kinds:
+        refuse_problem(run, {"": str(where)})
     return run
 
 
-def read_saved(path: Path) -> RunConfig:
-    """Return the run that a saved `config.yaml` describes."""
-    return from_saved(read_yaml(path), path)
+def read_saved(path: Path, known_kinds: bool = True) -> RunConfig:
+    """Return the run that a saved `config.yaml` describes; who only reads records needs no known kinds."""
+    return from_saved(read_yaml(path), path, known_kinds)

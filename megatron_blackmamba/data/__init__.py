@@ -1,6 +1,5 @@
 """The training data: sources, their epochs, their mixture, and the batches of a rank."""
 
-import megatron_blackmamba.engine.parts  # noqa: F401  (changes megatron-core before it is imported)
 from megatron_blackmamba.data.batches import Batch, BatchStream
 from megatron_blackmamba.data.changes import refuse_changed_data
 from megatron_blackmamba.data.datasets import DataError

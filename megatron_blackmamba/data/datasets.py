@@ -1,7 +1,7 @@
-"""Mid-level datasets in megatron-core's sense, without its O(documents) indices: one source each.
+"""The windows of one source each, computed when they are read: no index of documents to build, cache or load.
 
-As in GPTDataset, a sample is a window of sequence_length inputs and their labels; each label is the next token.
-Consecutive windows share one token: the last label of one is the first input of the next.
+As in megatron-core's GPTDataset, a sample is a window of sequence_length inputs and their labels; each label is the
+next token. Consecutive windows share one token: the last label of one is the first input of the next.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,6 @@ from megatron_blackmamba.data.order import WindowOrder
 from megatron_blackmamba.data.stream import TokenStream
 from megatron_blackmamba.formats.reads import Read, SourceEpochs
 
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import MegatronDataset
-from megatron.core.datasets.utils import Split
-
 Sample = Mapping[str, Any]
 
 
@@ -26,28 +22,26 @@ class DataError(ValueError):
     """Data that cannot be served as asked; the message says which source and what to do."""
 
 
-class WindowDataset(MegatronDataset):
+class WindowDataset:
     """Base of the sources: numbered windows of tokens, each a dict of tensors [S]."""
 
-    def __init__(
-        self, name: str, fingerprint: str, samples: int, split: Split, config: BlendedMegatronDatasetConfig
-    ) -> None:
+    def __init__(self, name: str, fingerprint: str, samples: int, sequence_length: int) -> None:
         self.name = name
         self.fingerprint = fingerprint
+        self.samples = samples
+        self.sequence_length = sequence_length
         self.masked_after: int | None = None
         """A token whose label does not count in the loss."""
-        # dataset_path becomes part of megatron-core's identity of a dataset: the content, not the place.
-        super().__init__(None, fingerprint, np.empty(0, np.int32), samples, split, config)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return self.samples
 
     def window(self, index: int) -> np.ndarray:
         """Return the tokens of sample `index`: one more than its labels, at most sequence_length + 1."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length = self.config.sequence_length
+        length = self.sequence_length
         window = torch.from_numpy(self.window(int(index)))
         labels = len(window) - 1
         if labels < length:  # the tail of a held-out set
@@ -73,8 +67,9 @@ class EpochDataset(WindowDataset):
         name: str,
         stream: TokenStream,
         fingerprint: str,
-        config: BlendedMegatronDatasetConfig,
+        sequence_length: int,
         *,
+        seed: int,
         samples: int,
         max_epochs: float | None = None,
         reads: Sequence[Read] = (),
@@ -86,15 +81,15 @@ class EpochDataset(WindowDataset):
             max_epochs: Refuse a run that reads more.
             reads: What earlier runs with other sequence lengths have read.
         """
-        super().__init__(name, fingerprint, samples, Split.train, config)
+        super().__init__(name, fingerprint, samples, sequence_length)
         self.stream = stream
-        if stream.tokens < config.sequence_length:
+        if stream.tokens < sequence_length:
             raise DataError(
-                f"source {name!r}: {stream.tokens} tokens are less than one sample of {config.sequence_length}; "
+                f"source {name!r}: {stream.tokens} tokens are less than one sample of {sequence_length}; "
                 "give it more data, or train on shorter sequences"
             )
-        self._epochs = SourceEpochs(stream.tokens, config.sequence_length, reads)
-        self.order = WindowOrder(self._epochs, f"{config.random_seed} {fingerprint}")
+        self._epochs = SourceEpochs(stream.tokens, sequence_length, reads)
+        self.order = WindowOrder(self._epochs, f"{seed} {fingerprint}")
         self.limit = None if max_epochs is None else self._epochs.most_samples(max_epochs)
         if self.limit is not None and samples > self.limit:
             raise DataError(
@@ -122,20 +117,20 @@ class EpochDataset(WindowDataset):
         return self.order.place(index)
 
     def window(self, index: int) -> np.ndarray:
-        return self.stream.read(self.place(index), self.config.sequence_length + 1)
+        return self.stream.read(self.place(index), self.sequence_length + 1)
 
 
 class HeldOutDataset(WindowDataset):
     """A source in validation: its held-out tokens once, in order; every label counts once, the last window is short."""
 
-    def __init__(self, name: str, stream: TokenStream, fingerprint: str, config: BlendedMegatronDatasetConfig) -> None:
+    def __init__(self, name: str, stream: TokenStream, fingerprint: str, sequence_length: int) -> None:
         if stream.tokens < 2:
             raise DataError(f"source {name!r}: its validation shards hold {stream.tokens} tokens, nothing to predict")
-        super().__init__(name, fingerprint, -(-(stream.tokens - 1) // config.sequence_length), Split.valid, config)
+        super().__init__(name, fingerprint, -(-(stream.tokens - 1) // sequence_length), sequence_length)
         self.stream = stream
 
     def window(self, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} held-out samples of {self.name!r}")
-        start = index * self.config.sequence_length
-        return self.stream.read(start, min(self.config.sequence_length + 1, self.stream.tokens - start))
+        start = index * self.sequence_length
+        return self.stream.read(start, min(self.sequence_length + 1, self.stream.tokens - start))

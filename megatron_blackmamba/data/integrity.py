@@ -27,6 +27,7 @@ LOOK_AGAIN_SECONDS = 60.0
 """Time between two looks at size, modification time and inode of files that were read before."""
 _BLOCK_BYTES = 4 << 20
 _LOWEST_PRIORITY = 19
+SHORT_SECONDS = 600.0  # a run that ends earlier says nothing of shards it had no time for
 _PATIENCE_SECONDS = 5.0  # for a file system that does not answer: the thread ends with the process
 
 
@@ -61,6 +62,7 @@ class ShardCheck:
         self._complained: set[Path] = set()
         self._announced = not self.total
         self._pending_everywhere = self.total
+        self._began = time.monotonic()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -89,9 +91,9 @@ class ShardCheck:
             report(ShardsVerified(shards=self.total))
 
     def end(self, report: Callable[[Event], None], mixture: str | None = None) -> None:
-        """Stop, and report how many shards were not compared in the time that the run took."""
+        """Stop, and report how many shards were not compared in the time that the run took, unless it was short."""
         self.stop()
-        if not self._announced:
+        if not self._announced and time.monotonic() - self._began >= SHORT_SECONDS:
             pending = self._pending_everywhere
             report(ShardsUnverified(pending=pending, shards=self.total, mixture=shlex.quote(mixture or "MIXTURE")))
 

@@ -16,9 +16,6 @@ from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import Shard
 from megatron_blackmamba.settings import DataConfig
 
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.utils import Split
-
 RECORD_VERSION = 1
 
 
@@ -57,7 +54,7 @@ class DataPlan:
         """Return the tokens of each source that are read again before an epoch ends, and all that are read."""
         counts = self.train.schedule.counts(len(self.train))
         return {
-            dataset.name: (dataset.read_again(samples), samples * dataset.config.sequence_length)
+            dataset.name: (dataset.read_again(samples), samples * dataset.sequence_length)
             for dataset, samples in zip(self.train.datasets, counts, strict=True)
             if isinstance(dataset, EpochDataset)
         }
@@ -98,19 +95,20 @@ def build(
 def _build_synthetic(config: DataConfig, vocab_size: int, total_samples: int) -> DataPlan:
     numbers = range(config.synthetic.sources)
     schedule = Schedule([[1] * len(numbers)])
-    core = _core_config(config, [f"synthetic_{i}" for i in numbers])
+    length, seed = config.sequence_length, config.seed
 
-    def datasets(samples: Sequence[int], split: Split) -> list[WindowDataset]:
+    def datasets(samples: Sequence[int], split: str) -> list[WindowDataset]:
+        orders = [1 + i % config.synthetic.order for i in numbers]
         return [
-            SyntheticDataset(i, 1 + i % config.synthetic.order, vocab_size, core, samples=samples[i], split=split)
+            SyntheticDataset(i, orders[i], vocab_size, length, seed=seed, samples=samples[i], split=split)
             for i in numbers
         ]
 
-    train = datasets(schedule.counts(total_samples), Split.train)
-    held_out = datasets([HELD_OUT_SAMPLES] * len(numbers), Split.valid)
+    train = datasets(schedule.counts(total_samples), "train")
+    held_out = datasets([HELD_OUT_SAMPLES] * len(numbers), "valid")
     sources = [{"name": dataset.name, "fingerprint": dataset.fingerprint} for dataset in train]
     return DataPlan(
-        train=MixtureDataset(train, schedule, total_samples, core),
+        train=MixtureDataset(train, schedule, total_samples),
         validation={dataset.name: dataset for dataset in held_out},
         record=_record(config, sources, schedule),
     )
@@ -125,13 +123,14 @@ def _build_mixture(
     streams = [TokenStream.of_shards(shards) for shards, _ in opened]
     prints = [content_fingerprint(shards) for shards, _ in opened]
     schedule = mixture.schedule([stream.tokens for stream in streams], config.sequence_length, tie_break=prints)
-    core = _core_config(config, mixture.names)
+    length = config.sequence_length
     train = [
         EpochDataset(
             source.name,
             stream,
             fingerprint,
-            core,
+            length,
+            seed=config.seed,
             samples=samples,
             max_epochs=source.max_epochs,
             reads=mixture.read_before.get(fingerprint, ()),
@@ -143,8 +142,8 @@ def _build_mixture(
     if config.mask_first_token:
         for dataset in train:
             dataset.masked_after = opened[0][0][0].manifest.eod_id
-    validation = {
-        source.name: HeldOutDataset(source.name, TokenStream.of_shards(shards), content_fingerprint(shards), core)
+    validation: dict[str, WindowDataset] = {
+        source.name: HeldOutDataset(source.name, TokenStream.of_shards(shards), content_fingerprint(shards), length)
         for source, (_, shards) in zip(mixture.sources, opened, strict=True)
         if shards
     }
@@ -167,15 +166,7 @@ def _build_mixture(
             content: [read.model_dump() for read in reads] for content, reads in mixture.read_before.items()
         }
     shards = [shard for both in opened for part in both for shard in part]
-    return DataPlan(MixtureDataset(train, schedule, total_samples, core), validation, record, shards)
-
-
-def _core_config(config: DataConfig, names: list[str]) -> BlendedMegatronDatasetConfig:
-    return BlendedMegatronDatasetConfig(
-        random_seed=config.seed,
-        sequence_length=config.sequence_length,
-        blend_per_split=[(names, None), (names, None), None],
-    )
+    return DataPlan(MixtureDataset(train, schedule, total_samples), validation, record, shards)
 
 
 def _record(

@@ -14,9 +14,6 @@ import numpy as np
 
 from megatron_blackmamba.data.datasets import DataError, WindowDataset
 
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.utils import Split
-
 ODDS = (0.75, 0.15, 0.07, 0.03)
 _UP_TO = np.cumsum(ODDS[:-1])
 FLOOR = -sum(p * math.log(p) for p in ODDS)
@@ -33,17 +30,19 @@ class SyntheticDataset(WindowDataset):
         source: int,
         order: int,
         vocab_size: int,
-        config: BlendedMegatronDatasetConfig,
+        sequence_length: int,
         *,
+        seed: int,
         samples: int,
-        split: Split = Split.train,
+        split: str,
     ) -> None:
         if vocab_size < _FEWEST_LETTERS:
             raise DataError(f"synthetic text needs a vocabulary of {_FEWEST_LETTERS} tokens, not {vocab_size}")
         self.order = order
         letters = min(_LETTERS_OF_ORDER.get(order, _FEWEST_LETTERS), vocab_size)
         fingerprint = f"synthetic 1: source {source}, order {order}, {letters} of {vocab_size} letters"
-        super().__init__(f"synthetic_{source}", fingerprint, samples, split, config)
+        super().__init__(f"synthetic_{source}", fingerprint, samples, sequence_length)
+        self._seed, self._split = seed, split
         self._contexts = letters**order
         random = self._random("language")
         alphabet = random.permutation(vocab_size)[:letters].tolist()
@@ -57,13 +56,13 @@ class SyntheticDataset(WindowDataset):
             row.append(alphabet[context % letters])
 
     def window(self, index: int) -> np.ndarray:
-        random = self._random(f"{self.index_split.name} {index}")
-        draws = np.searchsorted(_UP_TO, random.random(self.config.sequence_length + 1), side="right")
+        random = self._random(f"{self._split} {index}")
+        draws = np.searchsorted(_UP_TO, random.random(self.sequence_length + 1), side="right")
         start = self._rows[int(random.integers(self._contexts))]
         rows = accumulate(draws.tolist(), getitem, initial=start)
         return np.fromiter(map(itemgetter(len(ODDS)), rows), np.int64, len(draws) + 1)[1:]
 
     def _random(self, purpose: str) -> np.random.Generator:
-        key = f"{self.config.random_seed} {self.fingerprint} {purpose}".encode()
+        key = f"{self._seed} {self.fingerprint} {purpose}".encode()
         digest = hashlib.blake2b(key, digest_size=16, person=b"synthetic").digest()
         return np.random.Generator(np.random.Philox(key=np.frombuffer(digest, np.uint64)))

@@ -2,7 +2,7 @@
 
 megatron-core's distributed optimizer can save and resume that layout of Apex and Transformer Engine, so a checkpoint
 made on CPUs continues on GPUs and back. Moments are in the precision of the weights, or in bf16, rounded stochastically
-(ops/rounding.py); they are saved in fp32 by the distributed optimizer either way. Gradients may be in bf16.
+(ops/adam/rounding.py); they are saved in fp32 by the distributed optimizer either way. Gradients may be in bf16.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.ops import backends, rounding
+from megatron_blackmamba.ops.adam import kernel_for, rounding
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 2**20
@@ -51,7 +51,7 @@ class Adam(torch.optim.Optimizer):
     def fused(self) -> bool:
         """Return whether Triton's kernel updates all weights, and so can clip and write copies. Asked once."""
         weights = [p for group in self.param_groups for p in group["params"]]
-        return all(backends.triton_of("adam", p) is not None and p.is_contiguous() for p in weights)
+        return all(kernel_for(p) is not None and p.is_contiguous() for p in weights)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments of any precision; PyTorch gives them that of the weights."""
@@ -152,7 +152,7 @@ class Adam(torch.optim.Optimizer):
                 second.copy_(rounding.to_bf16(wide[1], bits >> 16))
 
     def _update_fused(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        kernel: Any = backends.triton_of("adam", weights[0])
+        kernel = kernel_for(weights[0])
         gradients: list[Any] = [p.grad for p in weights]
         columns = (gradients, weights, *self._moments_of(weights), [self.copies.get(p) for p in weights])
         place = (id(group), weights[0].device, gradients[0].dtype)

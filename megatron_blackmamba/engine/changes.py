@@ -16,10 +16,9 @@ from typing import Any
 
 from megatron_blackmamba.engine.checked import TRIED
 
-# The stages. Changes to data, model, wrapper and checkpoint are classes and functions, used there by their names.
+# The stages. Changes to model, wrapper and checkpoint are classes and functions, used there by their names.
 IMPORT = "on import"
 GROUPS = "while groups are laid"
-DATA = "to the data"
 MODEL = "to the model"
 WRAPPER = "to the wrapper"
 BUILDING = "while the optimizer is built"
@@ -151,9 +150,6 @@ CHANGES = (
     Change("shared-groups", GROUPS, "groups:shared_alone", without_cuda, test="tests/runtime/test_world.py",
            why="on CPUs a process alone has 17 groups with three threads each, which took 2.7% of a core",
            touches={"parallel_state": "create_group"}),
-    Change("endless-blend", DATA, "parts.data:Blend", test="tests/data/test_plan.py",
-           why="a blend builds, caches and loads an array of all samples; here a sample is found when it is read",
-           touches={"datasets.blended_dataset": "_build_indices"}),
     Change("split-sizes-first", MODEL, "parts.layers:AllToAll", test="tests/rehearsal/test_step.py",
            why="where a router returns the experts of each token, nothing waits but for the split sizes",
            touches={"transformer.moe.token_dispatcher": "_maybe_dtoh_and_synchronize"},

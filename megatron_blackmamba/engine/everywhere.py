@@ -69,9 +69,10 @@ def _by_type(apply: Callable[..., Any]) -> Callable[..., Any]:
         rows_of: dict[tuple[torch.dtype, ...], list[tuple[torch.Tensor, ...]]] = {}
         for row in zip(*columns, strict=True):
             rows_of.setdefault(tuple(x.dtype for x in row), []).append(row)
-        answers = [apply(kernel, overflow, [*map(list, zip(*rows, strict=True))], *args) for rows in rows_of.values()]
+        parts = [[*map(list, zip(*rows, strict=True))] for rows in rows_of.values()] or [columns]
+        answers = [apply(kernel, overflow, part, *args) for part in parts]
         if len(answers) < 2 or not isinstance(answers[0], tuple):
-            return answers[0] if answers else apply(kernel, overflow, columns, *args)
+            return answers[0]
         return torch.linalg.vector_norm(torch.stack([norm.view(1) for norm, *_ in answers])).view(1), None
 
     return each

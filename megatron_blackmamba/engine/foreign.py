@@ -56,7 +56,7 @@ FOREIGN = (
             "one call for many tensors: the update, the gradient norm and clipping",
             "torch.optim.AdamW(fused=True) and a loop over the tensors"),
     Foreign("torch", ("_scaled_mm", "_scaled_grouped_mm"),
-            "ops/fp8.py", "products of 8-bit floats",
+            "ops/fp8/__init__.py", "products of 8-bit floats",
             "torch.nn.functional has public forms in newer releases; kernels.linear=fp8 is refused without",
             needed=False),
     Foreign("torch", ("_cdata",),

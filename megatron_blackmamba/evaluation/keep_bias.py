@@ -22,7 +22,7 @@ from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.generator import usable_device
 from megatron_blackmamba.inference.weights import fitting_dtype, pack
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, main_depth, shapes, tokenizer_of
-from megatron_blackmamba.layers.experts.kind import ExpertsDecoding
+from megatron_blackmamba.layers.experts.decode import ExpertsDecoding
 from megatron_blackmamba.routers import RouterKind, Tokens
 
 BATCH_TOKENS = 8192

@@ -91,9 +91,7 @@ def lm_eval_is_installed() -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        raise EvaluationError(
-            "lm-eval, which defines the tasks, is not installed: pip install 'megatron-blackmamba[eval]'"
-        ) from None
+        raise EvaluationError("lm-eval, which defines the tasks, is not installed: pip install -e '.[eval]'") from None
 
 
 @cache

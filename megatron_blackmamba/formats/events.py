@@ -78,7 +78,7 @@ class Started(Event):
     @property
     def text(self) -> str:
         weights = f" from the weights of {self.weights_from}" if self.weights_from else ""
-        line = f"starts{weights}: {self.steps} steps of {self.tokens_per_step} tokens"
+        line = f"starts{weights}: {self.steps} step{'s' * (self.steps != 1)} of {self.tokens_per_step} tokens"
         unused = f"note: {self.unused_rows} rows of model.vocab_size are never used: the tokenizer has fewer tokens"
         return "\n".join([line, unused] if self.unused_rows else [line])
 
@@ -181,7 +181,7 @@ class Stopped(_Ended):
     @property
     def text(self) -> str:
         if self.on_request or not self.saved:
-            return f"stops {'on request ' if self.on_request else ''}{self.where}; start it again to resume"
+            return f"stops {'on request ' if self.on_request else ''}{self.where} (the same command resumes it)"
         return f"stops {self.where}, as training.stop_after_steps says; {self.steps_left} steps of the run are left"
 
 
@@ -409,7 +409,7 @@ class ShardsVerified(Event):
 
 
 class ShardsUnverified(Event):
-    """The run ends before all token shards were compared with their manifests."""
+    """A job of ten minutes or more ends before all token shards were compared with their manifests."""
 
     pending: int
     shards: int
@@ -418,7 +418,7 @@ class ShardsUnverified(Event):
     @property
     def text(self) -> str:
         left = f"{self.pending} of {self.shards} shards were not compared with their manifests yet"
-        return f"note: {left}, which is usual for a short run; `blackmamba data verify {self.mixture}` does it now"
+        return f"note: {left}; `blackmamba data verify {self.mixture}` does it now"
 
 
 class LoggingProblem(Event):

@@ -1,9 +1,12 @@
 """The folder of a run: the paths of all its files, for code that writes them and code that reads them."""
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_blackmamba.settings import RunConfig
 
 WAITING = ".waiting"
 """End of the name of an empty file: lines of the file beside it wait in memory, as on a full disk."""
@@ -23,6 +26,17 @@ class Inside:
         return getattr(owner, self.of) / self.name
 
 
+def near(path: Path) -> str:
+    """Return the folder that was probably meant instead of a missing one, for messages."""
+    found = [other for other in (Path("runs") / path, Path("exports") / path) if other.is_dir()]
+    beside = [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    found += [path.parent / name for name in difflib.get_close_matches(path.name, beside, n=1)]
+    if found:
+        return f"; did you mean {found[0]}?"
+    listed = ", ".join(sorted(beside)[:6]) if path.parent != Path() else ""
+    return f"; {path.parent} holds {listed}." if listed else "."
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run; nothing is created by asking for a path."""
@@ -31,6 +45,11 @@ class RunFolder:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", Path(self.root))
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunFolder":
+        """Return the folder in which the run of a config trains."""
+        return cls(Path(config.folder) / config.name)
 
     def refuse_obstacles(self) -> None:
         """Raise RunFolderError if a folder stands where a run writes a file, or a file where it needs a folder."""

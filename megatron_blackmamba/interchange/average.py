@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, Past
 from megatron_blackmamba.interchange.hf import function_of
+from megatron_blackmamba.interchange.open import existing_folder
 
 
 def average(models: Sequence[Canonical], weights: Sequence[float] | None = None) -> Canonical:
@@ -45,6 +46,7 @@ def average(models: Sequence[Canonical], weights: Sequence[float] | None = None)
 
 def newest(run: Path, count: int) -> list[Path]:
     """Return the newest checkpoints of a run, oldest first; refuse a run that has fewer."""
+    run = existing_folder(run)
     found = sorted(path for path in RunFolder(run).checkpoints.glob("step_*") if path.suffix == "")
     if len(found) < count:
         kept = ", ".join(path.name for path in found) or "none"

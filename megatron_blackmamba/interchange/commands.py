@@ -77,6 +77,7 @@ Check = Annotated[
 TokenizerFile = Annotated[
     Path | None, typer.Option("--tokenizer", "-t", help="A tokenizer.json to store with the weights.")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if an earlier conversion wrote it.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 License = Annotated[str, typer.Option(help="License of the weights, as the hub names it.")]
 Averaged = Annotated[bool, typer.Option("--ema", help="Take a checkpoint's averaged weights (training.ema).")]
@@ -100,6 +101,7 @@ def export_hf(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --push-to: list the uploads only.")] = False,
     native: Annotated[bool, typer.Option("--native", help="Write a model of transformers, without our code.")] = False,
     check: Check = Checked.full,
+    overwrite: Overwrite = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", hidden=True, help="Old name of --check none.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -127,6 +129,7 @@ def export_hf(
     from megatron_blackmamba.interchange import convert, following, push
 
     how: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc, "as_native": native}
+    how["overwrite"] = overwrite
     how["check"] = "none" if no_verify else check.value
     if every is not None:
         if push_to is not None or dry_run:
@@ -231,6 +234,7 @@ def import_hf(
     ] = None,
     top_k: Annotated[int, typer.Option(min=2, metavar="K", help="With --experts: number of experts per token.")] = 2,
     verify: Verify = True,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint that training can start from, under any layout.
@@ -264,7 +268,8 @@ def import_hf(
         from megatron_blackmamba.interchange.upcycle import upcycled
 
         model = upcycled(model, experts, top_k)
-    _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify, "original": source})
+    how = {"verify": verify, "original": source, "overwrite": overwrite}
+    _run(convert.to_checkpoint, model, out, dtype, as_json, how)
 
 
 @import_app.command("zyphra")
@@ -286,6 +291,7 @@ def import_zyphra(
     dtype: Dtype = None,
     tokenizer: TokenizerFile = None,
     verify: Verify = True,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Convert the released BlackMamba files to a checkpoint, or directly to a Hugging Face folder.
@@ -301,18 +307,9 @@ def import_zyphra(
     chosen = zyphra.choose_activation(source, activation.value if activation else None)
     _say(f"activation: {chosen.name} ({chosen.reason})")
     model = zyphra.read(source, chosen.name, tokenizer)
-    if to is Target.hf:
-        _run(
-            convert.to_hf,
-            model,
-            out,
-            dtype,
-            as_json,
-            {"check": "full" if verify else "none"},
-            said={"activation": asdict(chosen)},
-        )
-    else:
-        _run(convert.to_checkpoint, model, out, dtype, as_json, {"verify": verify}, said={"activation": asdict(chosen)})
+    conversion = convert.to_hf if to is Target.hf else convert.to_checkpoint
+    how = {"check": "full" if verify else "none"} if to is Target.hf else {"verify": verify}
+    _run(conversion, model, out, dtype, as_json, {**how, "overwrite": overwrite}, said={"activation": asdict(chosen)})
 
 
 @export_app.command("refresh")
@@ -442,7 +439,8 @@ def _run(
 ) -> None:
     """Convert a model as `how` says, and print what was done; JSON contains `said` too."""
     if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
-        _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer")
+        again = ". To repeat the command, add --overwrite" if "overwrite" in how else ""
+        _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer{again}")
     read = 0
 
     def watch(size: int) -> None:

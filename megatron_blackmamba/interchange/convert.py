@@ -33,11 +33,12 @@ def to_hf(
     processes: int = 1,
     watch: Watch = ignore,
     as_native: bool = False,
+    overwrite: bool = False,
 ) -> Comparison | None:
     """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly.
 
     as_native: Write a model that transformers itself has, without code.
-
+    overwrite: Replace what an earlier conversion wrote to `out`.
     check: How much the installed transformers then loads. A folder that fails stays, and is marked.
     processes: Number of processes that write weights, each to its own files.
     """
@@ -59,7 +60,7 @@ def to_hf(
             processes=processes,
             watch=watch,
         )
-    with new_folder(out) as folder:
+    with new_folder(out, overwrite) as folder:
         form.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
         if check != "none":
             parity.same_weights(model, named(form.read(folder), out))
@@ -104,14 +105,16 @@ def to_checkpoint(
     verify: bool = True,
     watch: Watch = ignore,
     original: Path | None = None,
+    overwrite: bool = False,
 ) -> Comparison | None:
     """Write a checkpoint to `out`, for `start.from`; fp16 weights become fp32 without loss.
 
     original: The folder that the model was read from, for transformers to run if it has a class for it.
+    overwrite: Replace what an earlier conversion wrote to `out`.
     """
     stored = torch.float32 if model.dtype == torch.float16 else model.dtype
     converted = cast(model, dtype or stored)
-    with new_folder(out) as folder:
+    with new_folder(out, overwrite) as folder:
         megatron.write(watched(finite(converted), watch), folder)
         if not verify:
             return None

@@ -17,10 +17,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `path`, and rename it to `path` if the block ends without an error."""
+def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder next to `path`, and rename it to `path` if the block ends without an error.
+
+    overwrite: Replace a model that an earlier conversion wrote; no other folder.
+    """
     path = Path(os.path.realpath(path))  # a link stays one
-    refuse_occupied(path)
+    overwrite &= _is_converted(path)
+    if not overwrite:
+        refuse_occupied(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     take_over(path)
     temporary = leftovers.beside(path)
@@ -30,6 +35,8 @@ def new_folder(path: Path) -> Iterator[Path]:
             yield temporary
             for inside, _, _ in os.walk(temporary):
                 sync_folder(Path(inside))
+            if overwrite:
+                _move_away(path)
             _rename(temporary, path)
         sync_folder(path.parent)
     except BaseException as error:
@@ -44,9 +51,27 @@ def new_folder(path: Path) -> Iterator[Path]:
 def refuse_occupied(path: Path) -> None:
     """Refuse an output that is there already, but for an empty folder."""
     if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
-        raise InterchangeError(f"{path}: already there; name a folder that does not exist or is empty")
+        again = ", or overwrite it (--overwrite; in Python overwrite=True)" if _is_converted(path) else ""
+        raise InterchangeError(f"{path}: already there; name a folder that does not exist or is empty{again}")
     if path.is_dir() and path.is_mount():
         raise InterchangeError(f"{path}: a file system is mounted here; name a folder inside it")
+
+
+def _is_converted(path: Path) -> bool:
+    """Return whether a folder holds what a conversion wrote: weights alone, or an export with its card."""
+    if (path / "manifest.json").is_file() and (path / "model.yaml").is_file():
+        return True
+    card = path / "README.md"
+    return (
+        (path / "config.json").is_file() and card.is_file() and "\n- blackmamba\n" in card.read_text(errors="replace")
+    )
+
+
+def _move_away(path: Path) -> None:
+    """Remove a folder; its name is free at once."""
+    old = leftovers.beside(path)
+    os.rename(path, old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def take_over(path: Path) -> None:

@@ -251,7 +251,9 @@ def write_tokenizer(model: Canonical, folder: Path) -> dict[str, int | None]:
         return dict.fromkeys(SPECIAL_IDS)
     tokenizer.save(folder / "tokenizer.json")
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eod_token)
-    bounded = any(kind.rotary for kind in kinds_in(model.config.pattern))  # a recurrence has no longest sequence
+    bounded = any(
+        kind.rotates(model.config) for kind in kinds_in(model.config.pattern)
+    )  # a recurrence has no longest sequence
     write_json(
         folder / "tokenizer_config.json",
         {

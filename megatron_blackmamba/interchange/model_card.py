@@ -19,6 +19,16 @@ _GATES = {
 }
 
 
+_FAMILIES = {
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "nemotron_h": "Nemotron-H",
+    "granitemoehybrid": "Granite hybrid",
+    "llama": "Llama",
+    "mixtral": "Mixtral",
+}
+
+
 def model_card(model: Canonical, native: str = "") -> str:
     """Return the card; `native` is the model type of an export that needs no code."""
     config, past = model.config, model.past()
@@ -51,7 +61,7 @@ def model_card(model: Canonical, native: str = "") -> str:
     return f"""---
 {_metadata(model, past.evaluation, native)}
 ---
-# BlackMamba
+# {_title(native)}
 
 A base language model of these kinds of layers: {", ".join(layers)}. It continues text; it does not follow instructions.
 
@@ -73,6 +83,10 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 {"" if native else _training(config)}{_scores(past.evaluation)}"""
 
 
+def _title(native: str) -> str:
+    return f"{_FAMILIES[native]} language model" if native else "BlackMamba"
+
+
 def _metadata(model: Canonical, evaluation: Evaluation | None, native: str) -> str:
     """Return the fields that the hub reads, as YAML."""
     kinds = ["mamba"] * _has(model, "A_log") + ["mixture-of-experts"] * routes(model.config.pattern)
@@ -91,7 +105,7 @@ def _metadata(model: Canonical, evaluation: Evaluation | None, native: str) -> s
             }
             for task, result in evaluation.by_task().items()
         ]
-        fields["model-index"] = [{"name": "BlackMamba", "results": results}]
+        fields["model-index"] = [{"name": _title(native), "results": results}]
     return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True).strip()
 
 

@@ -1,6 +1,5 @@
 """Open any kind of model folder, recognised by its files."""
 
-import difflib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +8,7 @@ import torch
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.formats.run_folder import near
 from megatron_blackmamba.interchange import hf, megatron, native, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
 from megatron_blackmamba.interchange.hub import local_folder
@@ -77,15 +77,10 @@ def existing_folder(path: Path) -> Path:
     path = local_folder(path)
     if not path.is_dir():
         what = "a file, and a model is a folder" if path.exists() else "no such folder"
-        near = [other for other in (Path("runs") / path, Path("exports") / path) if other.is_dir()]
-        near += [path.parent / name for name in difflib.get_close_matches(path.name, _beside(path), n=1)]
-        hint = f"; did you mean {near[0]}?" if near else "."
-        raise InterchangeError(f"{path}: {what}{hint} Name a run (runs/NAME), one of its checkpoints, or an export")
+        raise InterchangeError(
+            f"{path}: {what}{near(path)} Name a run (runs/NAME), one of its checkpoints, or an export"
+        )
     return path
-
-
-def _beside(path: Path) -> list[str]:
-    return [other.name for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
 
 
 def _open(path: Path, verify: bool, ema: bool = False) -> Canonical:

@@ -16,7 +16,7 @@ from megatron_blackmamba.layers import LayerKind, layers_of
 @torch.inference_mode()
 def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     from megatron_blackmamba.model import build
-    from megatron_blackmamba.model.stack import LayerInputs
+    from megatron_blackmamba.model.inputs import LayerInputs
     from megatron_blackmamba.runtime import world
 
     letters = "".join(dict.fromkeys(model.config.pattern))  # one layer of each kind, filled again and again

@@ -1,7 +1,10 @@
 """Read and write `torch.save` files of a state dict one tensor at a time, and refuse anything but tensors.
 
-torch.save needs the whole model in memory. It therefore first writes a file without the tensors' bytes. Each tensor is
-then written to its offset, and the checksums of the zip archive are corrected.
+`torch.load(mmap=True, weights_only=True)` reads the file. That alone would check no checksum, count every page read as
+this process's memory until the end, and name neither the file nor a remedy in its errors.
+
+`torch.save` needs the whole model in memory, so it writes a file without the tensors' bytes. Each tensor is then
+written to its offset, and the checksums of the zip archive are corrected.
 """
 
 import pickle

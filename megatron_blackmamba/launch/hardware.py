@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
 from megatron_blackmamba.launch.findings import Finding
+from megatron_blackmamba.runtime import machine
 
 GIB = 2**30
 MATMUL_SIZE = 1024
@@ -50,7 +51,7 @@ def _products_per_second(dtype: Any) -> float:
 
 
 def memory() -> Iterator[Finding]:
-    total, free = _memory()
+    total, free = machine.memory()
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     advice = "the tiny run needs 2 GiB: close other programs or raise the container's limit"
     yield Finding.judge("machine", "memory", found, free >= 2 * GIB, advice, "warning")
@@ -143,8 +144,10 @@ def disk(folder: Path, mebibytes: int, least: float) -> Iterator[Finding]:
                 break
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some space" if full else "give a folder that this user can write: folder=PATH"
-        yield Finding("disk", name, f"{place}: {error}", "problem", advice)
+        advice = (
+            "free some space" if full else "name a folder that you can write to, with --folder and for runs folder=PATH"
+        )
+        yield Finding("disk", name, f"{place}: cannot write here: {error.strerror or error}", "problem", advice)
         return
     except ValueError:
         advice = "what was read is not what was written: do not use this disk"
@@ -205,19 +208,3 @@ def _cpuinfo(key: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
-
-
-def _memory() -> tuple[int, int]:
-    """Return total and free bytes, as limited by the container."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}
-        total, free = kib["MemTotal"] * 1024, kib["MemAvailable"] * 1024
-    except OSError:
-        total = free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return min(total, limit), min(free, limit - used)
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return total, free

@@ -29,7 +29,7 @@ from megatron_blackmamba.launch.snapshot import home, take_snapshot
 from megatron_blackmamba.plan import gpus
 from megatron_blackmamba.plan.estimate import Asked, make_plan
 from megatron_blackmamba.plan.stages import Beginning
-from megatron_blackmamba.plan.table import refusal, warnings
+from megatron_blackmamba.plan.table import refusal, verdict, warnings
 from megatron_blackmamba.runtime.slurm import squeue
 
 MIXTURE_FILE = "mixture.yaml"
@@ -54,6 +54,8 @@ class Launch:
     """Why training could not read its data, if so."""
     warnings: tuple[str, ...] = ()
     """What is probably not meant, although the job can run."""
+    verdict: str = ""
+    """Memory and time by the plan; empty for a run without GPUs."""
     jobs: tuple[str, ...] = ()
     waits_for: tuple[str, ...] = ()
     """Jobs of the same run that were in the queue before."""
@@ -69,6 +71,7 @@ class Launch:
             "limit": self.limit,
             "missing_data": self.missing_data,
             "warnings": list(self.warnings),
+            "verdict": self.verdict,
         }
 
 
@@ -98,7 +101,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
     script = _rendered(config, request, run, folder)
     said = (*request.warnings, *warnings(plan))
-    return Launch(run, folder, script, request.limit, plan.missing_data, said, begins=begins)
+    found = verdict(plan) if request.gpus_per_node else ""
+    return Launch(run, folder, script, request.limit, plan.missing_data, said, found, begins=begins)
 
 
 def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> JobRequest:
@@ -180,6 +184,7 @@ def announce(launch: Launch) -> str:
         [
             f"Submitted {jobs}: {launch.run.root}",
             *([waits] if before else []),
+            *([f"  plan                          {launch.verdict}"] if launch.verdict else []),
             f"  time limit                    {launch.limit}",
             f"  code and config as launched   {launch.folder}",
             f"  follow the job                tail -F {shlex.quote(f'{logs}/{first}.log')}",

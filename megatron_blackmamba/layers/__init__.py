@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.costs import Sizes, Work
-from megatron_blackmamba.layers.base import Decoding, Division, Inputs, LayerKind
+from megatron_blackmamba.layers.base import Division, LayerKind
+from megatron_blackmamba.layers.cost import Cost
+from megatron_blackmamba.layers.decoding import Decoding, Inputs
 from megatron_blackmamba.layers.rows import Stack, Weight, by_columns, by_rows, whole
 from megatron_blackmamba.registry import Cannot, Registry
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cannot",
+    "Cost",
     "Decoding",
     "Division",
     "Inputs",

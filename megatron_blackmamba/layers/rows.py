@@ -114,3 +114,7 @@ class Stack(NamedTuple):
     def axis(self) -> int:
         """Return the axis that tensor parallelism of experts splits."""
         return 2
+
+
+Declared = (Weight, Stack)
+"""What a kind declares of a parameter."""

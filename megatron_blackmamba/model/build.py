@@ -5,7 +5,6 @@ from megatron_blackmamba.model.config import to_megatron
 from megatron_blackmamba.model.initialise import initialise
 from megatron_blackmamba.model.language_model import LanguageModel
 from megatron_blackmamba.model.sharding import declare, mark_linears
-from megatron_blackmamba.model.specs import stack_spec
 from megatron_blackmamba.model.stack import Block
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.process import default_float32
@@ -24,12 +23,7 @@ def build(config: RunConfig, world: World) -> LanguageModel:
     if not device.is_pretended():
         seed_process(config.training.seed)
     with device.device():  # megatron-core's router names no device for its weight
-        model = LanguageModel(
-            to_megatron(config),
-            stack_spec(config.model, config.kernels),
-            config.data.sequence_length,
-            pg_collection=world.groups,
-        )
+        model = LanguageModel(to_megatron(config), config.data.sequence_length, pg_collection=world.groups)
     mark_linears(model)
     for name, block in model.named_modules():
         if isinstance(block, Block):

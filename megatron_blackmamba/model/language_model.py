@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.layers import Stack, Weight, kinds_in
+from megatron_blackmamba.layers import kinds_in
+from megatron_blackmamba.layers.rows import Declared
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import ColumnLinear
 from megatron_blackmamba.model.mtp import ExtraDepth
-from megatron_blackmamba.model.stack import LayerInputs, scaled
+from megatron_blackmamba.model.stack import Stack, scaled
 from megatron_blackmamba.ops import head_loss
 from megatron_blackmamba.ops.arguments import require_shape
 from megatron_blackmamba.ops.attention import documents_of
@@ -27,15 +29,12 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import ModelType
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
 class LanguageModel(LanguageModule):
     """One pipeline stage of it; with one stage, all of it."""
 
-    def __init__(
-        self, config: MegatronConfig, spec: ModuleSpec, sequence_length: int, pg_collection: ProcessGroupCollection
-    ):
+    def __init__(self, config: MegatronConfig, sequence_length: int, pg_collection: ProcessGroupCollection):
         super().__init__(config=config, pg_collection=pg_collection)
         model = config.described
         self.sequence_length = sequence_length
@@ -55,15 +54,9 @@ class LanguageModel(LanguageModule):
         self.rotary = (
             _rotary(config, pg_collection) if any(kind.rotates(model) for kind in kinds_in(model.pattern)) else None
         )
-        self.decoder = build_module(
-            spec,
-            config=config,
-            pre_process=self.pre_process,
-            post_process=self.post_process,
-            pg_collection=pg_collection,
-        )
+        self.decoder = Stack(config, self.pre_process, self.post_process, pg_collection)
         if model.mtp.pattern:
-            self.extra_depth = ExtraDepth(config, spec.submodules, pg_collection)
+            self.extra_depth = ExtraDepth(config, pg_collection)
         if self.post_process:
             self.output_layer = ColumnLinear(
                 model.hidden_size,
@@ -167,7 +160,7 @@ class LanguageModel(LanguageModule):
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__ = deepcopy(self.__dict__, memo)
         for parameter, its in zip(self.parameters(), copied.parameters(), strict=True):
-            marks = {name: mark for name, mark in vars(parameter).items() if isinstance(mark, (int, Weight, Stack))}
+            marks = {name: mark for name, mark in vars(parameter).items() if isinstance(mark, (int, Declared))}
             vars(its).update(marks)
         return copied
 

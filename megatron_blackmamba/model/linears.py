@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_blackmamba.config import ConfigError
 from megatron_blackmamba.engine.parts.layers import multiply_by
+from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.ops import fp8
 from megatron_blackmamba.ops.head_loss import head_loss_and_log_sum
 
@@ -16,8 +18,6 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -38,31 +38,39 @@ class RowLinear(RowParallelLinear):
         return super().forward(input_) if self.tp_group.size() > 1 else (F.linear(input_, self.weight), None)
 
 
-def column(
-    kind: ModuleSpec | type, inputs: int, outputs: int, config: TransformerConfig, tp_group: ProcessGroup
-) -> Any:
+def column(inputs: int, outputs: int, config: MegatronConfig, tp_group: ProcessGroup) -> Any:
     """Return a mixer's first linear, without a bias: each rank has some of its rows."""
-    return _unbiased(kind, inputs, outputs, config, tp_group, init_method=config.init_method, gather_output=False)
+    kind, _ = linears(config.kernels.linear)
+    return _unbiased(kind, inputs, outputs, config, tp_group, gather_output=False)
 
 
-def row(
-    kind: ModuleSpec | type,
-    inputs: int,
-    outputs: int,
-    config: TransformerConfig,
-    tp_group: ProcessGroup,
-    writes_to_residual: bool = True,
-) -> Any:
+def row(inputs: int, outputs: int, config: MegatronConfig, tp_group: ProcessGroup) -> Any:
     """Return a mixer's linear behind split channels, without a bias: each rank has some of its columns."""
-    initial = config.output_layer_init_method if writes_to_residual else config.init_method
-    return _unbiased(kind, inputs, outputs, config, tp_group, init_method=initial, input_is_parallel=True)
+    _, kind = linears(config.kernels.linear)
+    return _unbiased(kind, inputs, outputs, config, tp_group, input_is_parallel=True)
 
 
-def _unbiased(
-    kind: ModuleSpec | type, inputs: int, outputs: int, config: TransformerConfig, tp_group: ProcessGroup, **how: Any
-) -> Any:
-    same = {"bias": False, "skip_bias_add": False, "is_expert": False}
-    return build_module(kind, inputs, outputs, config=config, tp_group=tp_group, **same, **how)
+def _unbiased(kind: type, inputs: int, outputs: int, config: MegatronConfig, tp_group: ProcessGroup, **how: Any) -> Any:
+    how |= {"bias": False, "skip_bias_add": False, "is_expert": False, "init_method": config.init_method}
+    return kind(inputs, outputs, config=config, tp_group=tp_group, **how)
+
+
+def linears(kind: str) -> tuple[type, type]:
+    """Return the column- and row-parallel linears: megatron-core's, also in FP8, or Transformer Engine's."""
+    if kind == "local":
+        return ColumnLinear, RowLinear
+    if kind == "fp8":
+        if reason := fp8.why_not():
+            raise ConfigError(f"kernels.linear=fp8 cannot run here: {reason}. Use kernels.linear=local.")
+        return Fp8ColumnLinear, Fp8RowLinear
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEColumnParallelLinear, TERowParallelLinear
+
+    if not HAVE_TE:  # the names are there nevertheless
+        raise ConfigError(
+            "kernels.linear=te needs Transformer Engine, which is not installed here"
+            " (pip install -e '.[cuda]'); kernels.linear=local needs nothing"
+        )
+    return TEColumnParallelLinear, TERowParallelLinear
 
 
 class Fp8ColumnLinear(ColumnParallelLinear):

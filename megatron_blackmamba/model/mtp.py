@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_blackmamba.layers import kind_of
+from megatron_blackmamba.layers import layers_of
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.sharding import empty, replicated, sharded_modules
-from megatron_blackmamba.model.stack import LayerInputs, StackSubmodules, added
+from megatron_blackmamba.model.stack import Block, added
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
 
 
 class Projection(nn.Module):
@@ -36,7 +36,7 @@ class Projection(nn.Module):
 class ExtraDepth(MegatronModule):
     """The layers of model.mtp.pattern, between a projection and a norm of their own."""
 
-    def __init__(self, config: MegatronConfig, submodules: StackSubmodules, pg_collection: ProcessGroupCollection):
+    def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         self.tp_group = pg_collection.tp
         self.embedding_norm, self.hidden_norm, self.final_norm = (
@@ -44,15 +44,9 @@ class ExtraDepth(MegatronModule):
         )
         self.proj = Projection(config)
         self.layers = nn.ModuleList(
-            build_module(
-                submodules.blocks[letter],
-                config=config,
-                kind=kind_of(letter),
-                layer_number=config.num_layers,  # megatron-core's logs have no row for more
-                pg_collection=pg_collection,
-                recompute=config.recompute in kind_of(letter).recompute,
-            )
-            for letter in config.described.mtp.pattern or ""
+            # megatron-core's logs have no row for more layers than num_layers
+            Block(config, kind, config.num_layers, pg_collection, recompute=config.recompute in kind.recompute)
+            for kind in layers_of(config.described.mtp.pattern or "")
         )
 
     def forward(self, stream_SBD: Tensor, embedded_SBD: Tensor, inputs: LayerInputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norms over the residual stream (fp32, or float64); they return what the layer behind them computes in.
+"""Norms over the residual stream (fp32, or float64), which return what the layer behind them computes in, and in mixers.
 
 megatron-core's WrappedTorchNorm refuses sequence parallelism, where all it takes is a mark on the parameters.
 """
@@ -6,10 +6,13 @@ megatron-core's WrappedTorchNorm refuses sequence parallelism, where all it take
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.rms_norm import norm_and_stream, rms_norm
 
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -42,3 +45,44 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, weight, bias = (t.to(self.compute) for t in (x, self.weight, self.bias))
         return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(self.dtype)
+
+
+class GatedNorm(nn.Module):
+    """The norm of each group's gated channels."""
+
+    def __init__(self, channels: int, groups: int, config: TransformerConfig):
+        super().__init__()
+        self.groups, self.eps = groups, config.layernorm_epsilon
+        self.weight = without_decay(empty(channels, dtype=config.params_dtype))
+
+    def forward(self, x_BSI: Tensor, gate_BSI: Tensor) -> Tensor:
+        return gated_rms_norm(x_BSI, gate_BSI, self.weight, self.groups, self.eps)
+
+
+class GroupNorm(nn.Module):
+    """The RMS norm of B or C, each group by itself."""
+
+    def __init__(self, channels: int, groups: int, config: TransformerConfig):
+        super().__init__()
+        self.groups, self.eps = groups, config.layernorm_epsilon
+        self.weight = without_decay(empty(channels, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        compute = torch.promote_types(x.dtype, torch.float32)
+        x_GN = x.to(compute).unflatten(-1, (self.groups, -1))
+        normal_GN = F.rms_norm(x_GN, x_GN.shape[-1:], None, self.eps)
+        return (normal_GN.flatten(-2) * self.weight.to(compute)).to(x.dtype)
+
+
+class SharedNorm(nn.Module):
+    """The RMS norm of B or C of each group, with one weight for all groups of all ranks."""
+
+    def __init__(self, size: int, config: TransformerConfig, group: ProcessGroup):
+        super().__init__()
+        self.eps, self.group = config.layernorm_epsilon, group
+        self.weight = without_decay(replicated(empty(size, dtype=config.params_dtype), sequence_parallel=False))
+
+    def forward(self, x_RGN: Tensor) -> Tensor:
+        compute = torch.promote_types(x_RGN.dtype, torch.float32)
+        weight_N = copy_to_tensor_model_parallel_region(self.weight, group=self.group).to(compute)
+        return F.rms_norm(x_RGN.to(compute), weight_N.shape, weight_N, self.eps).to(x_RGN.dtype)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
-from megatron_blackmamba.model.stack import LayerInputs
 from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.fp32_linear import applies, fp32_linear, fp32_linear_and_input
 from megatron_blackmamba.registry import KindError

@@ -5,7 +5,7 @@ are split along the sequence need their gradients summed over the group: `sequen
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, gr
     kind.shapes(model)
     declared, has = kind.stored(model), {n: t for n, t in mixer.state_dict(keep_vars=True).items() if t is not None}
 
-    def refuse(own: str, why: str) -> None:
+    def refuse(own: str, why: str) -> NoReturn:
         raise KindError(f"{name}.{own}: {why}. Correct {type(kind).__name__}.weights (docs/extending.md).")
 
     for own in declared.keys() - has.keys():

@@ -7,49 +7,31 @@ Blocks are named by their place in the whole model, so a parameter has the same 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.layers import LayerKind, kind_of
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.sharding import sharded_mixer, sharded_modules
-from megatron_blackmamba.ops.attention import Documents
+from megatron_blackmamba.registry import named
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-
-
-@dataclass
-class LayerInputs:
-    """The inputs that some mixers need in addition to the hidden states."""
-
-    ids_BS: Tensor
-    """Token ids of whole sequences, or of this rank's parts of them under `parallel.context`."""
-    reset_BS: Tensor | None = None
-    rotary: Tensor | None = None
-    documents: Documents | None = None
-    """The documents that attention stays within; None: it crosses them."""
-
-
-@dataclass
-class BlockSubmodules:
-    norm: ModuleSpec | type
-    mixer: ModuleSpec | type
 
 
 class Block(MegatronModule):
-    """One residual layer; a subclass says how its mixer is called."""
+    """One residual layer: x + mix(norm(x))."""
 
     def __init__(
         self,
         config: MegatronConfig,
-        submodules: BlockSubmodules,
         kind: LayerKind,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
@@ -62,17 +44,8 @@ class Block(MegatronModule):
         self.kind = kind
         self.recompute = recompute
         self.multiplier = config.described.multipliers.residual
-        self.norm: Any = (
-            build_module(submodules.norm, config, config.hidden_size, eps=config.layernorm_epsilon)
-            if has_norm
-            else None
-        )
-        self.mixer = build_module(
-            submodules.mixer, config=config, layer_number=layer_number, pg_collection=pg_collection
-        )
-
-    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        raise TypeError(f"{type(self).__name__} does not define how to call its mixer")
+        self.norm: Any = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
+        self.mixer = kind.named("mixer")(config, layer_number, pg_collection)
 
     def forward(
         self,
@@ -90,10 +63,10 @@ class Block(MegatronModule):
         recompute = self.recompute and self.training and torch.is_grad_enabled()
         if shared_SBD is None and not recompute:  # the norm's kernel adds
             hidden_SBD, residual_SBD = self.norm(residual_SBD, branch_SBD, and_stream=True)
-            return residual_SBD, scaled(self.mix(hidden_SBD, inputs), self.multiplier)
+            return residual_SBD, scaled(self.mixer(hidden_SBD, inputs), self.multiplier)
 
         def mixed(x_SBD: Tensor) -> Tensor:
-            return scaled(self.mix(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs), self.multiplier)
+            return scaled(self.mixer(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs), self.multiplier)
 
         residual_SBD = added(residual_SBD, branch_SBD)
         x_SBD = residual_SBD if shared_SBD is None else shared_SBD
@@ -107,39 +80,10 @@ class Block(MegatronModule):
         )
 
 
-class MambaBlock(Block):
-    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD, inputs.reset_BS)
-
-
-class ExpertsBlock(Block):
-    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD, inputs)
-
-
-class AttentionBlock(Block):
-    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD, attention_mask=inputs.documents, rotary_pos_emb=inputs.rotary)[0]
-
-
-class MLPBlock(Block):
-    def mix(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.mixer(hidden_SBD)[0]
-
-
-@dataclass
-class StackSubmodules:
-    """A spec for each letter, and the last norm."""
-
-    blocks: dict[str, ModuleSpec]
-    final_norm: ModuleSpec | type
-
-
 class Stack(MegatronModule):
     def __init__(
         self,
         config: MegatronConfig,
-        submodules: StackSubmodules,
         pre_process: bool,
         post_process: bool,
         pg_collection: ProcessGroupCollection,
@@ -154,21 +98,14 @@ class Stack(MegatronModule):
         self.parallel = config.described.arrangement == "parallel"
         self.layers = nn.ModuleList()  # megatron-core's schedules iterate over it
         for i in here:
-            block = build_module(
-                submodules.blocks[pattern[i]],
-                config=config,
-                kind=kind_of(pattern[i]),
-                layer_number=i + 1,
-                pg_collection=pg_collection,
-                recompute=config.recompute in kind_of(pattern[i]).recompute,
-                has_norm=config.described.has_norm(i),
-            )
+            kind = kind_of(pattern[i])
+            recompute, has_norm = config.recompute in kind.recompute, config.described.has_norm(i)
+            block = Block(config, kind, i + 1, pg_collection, recompute, has_norm)
             self.layers.add_module(str(i), block)  # named by the place in the whole model, not in this stage
-        self.final_layernorm = (
-            build_module(submodules.final_norm, config, config.hidden_size, eps=config.layernorm_epsilon)
-            if post_process
-            else None
-        )
+        self.final_layernorm: Any = None
+        if post_process:
+            norm = named(norms.kind_of(config.described.final_norm).module)
+            self.final_layernorm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def set_input_tensor(self, received_SBD: Tensor) -> None:
         """Set the residual stream from the previous pipeline stage; megatron-core's schedules call this."""

@@ -1,10 +1,12 @@
 """Choose the implementation of an op: the best one that this machine can run and that supports the call.
 
-A backend is a module in the op's package, named as the backend, with
-    unavailable() -> str | None        why this machine cannot use it at all
-    unsupported(*call) -> str | None   why it does not support this call
-    smallest(device) -> None           optional: run the smallest call, or raise
-and the function that does the work, named as its package (or `scan`, `convolve`, ...: the op says which).
+An op with several implementations is a folder. Its `__init__` has the function that users call, and BACKENDS, the names
+of the implementations, best first. Each is a module of that name with the function that does the work, and where it has
+limits
+    TAKES                              the device and dtypes of a call's first tensor
+    unsupported(*call) -> str | None   why it does not support this call, beside TAKES
+    unavailable() -> str | None        why this machine cannot use it at all, beside its language
+    smallest(device) -> None           run the smallest call, or raise
 """
 
 import importlib
@@ -13,31 +15,70 @@ import pkgutil
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-FOR_CPUS = ("cpu", "cpp")
-SUPPORT = "triton_support"
-SINGLE_FILES = ("cross_entropy", "experts", "gated", "rms_norm")
-"""Operations that have backends, but no package of their own."""
+ROOT = __package__
+LANGUAGES = {"triton": "triton_support", "cpp": "library", "cuda": "nvrtc"}
+"""Backend → the module of `ops` that says whether its language runs here."""
+FOR_CPU = "cpp"
+OLD_NAMES = {"cpu": FOR_CPU}
 TRIAL_DEVICE = "cuda"
 """Where the smallest call of a backend is tried."""
-FUSED_ADAM = ("transformer_engine.pytorch.optimizers", "apex.optimizers")
-"""Where megatron-core looks for FusedAdam, which it prefers to this project's Adam."""
+UP_TO_FP32 = (torch.float32, torch.bfloat16, torch.float16)
+FP32_OR_BF16 = (torch.float32, torch.bfloat16)
 
 
-def choose(package: str, names: tuple[str, ...], wanted: str, *call: object) -> ModuleType:
+class Takes(NamedTuple):
+    """What the first tensor of a call must be."""
+
+    device: str | None = None
+    """"cpu", "cuda" or any. Triton's interpreter runs kernels for "cuda" on CPU tensors."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """Empty: any."""
+
+    def why_not(self, x: Tensor, interpreted: bool) -> str | None:
+        if self.device and x.device.type != self.device and not interpreted:
+            wanted = {"cuda": "on a CUDA device", "cpu": "on the CPU"}[self.device]
+            return f"the tensors are not {wanted}"
+        if self.dtypes and x.dtype not in self.dtypes:
+            *takes, given = (str(dtype).removeprefix("torch.") for dtype in (*self.dtypes, x.dtype))
+            return f"takes {', '.join(takes)}; the input is {given}"
+        return None
+
+
+def choose(package: str, names: tuple[str, ...], wanted: str, *call: Any) -> ModuleType:
     """Return the module of the backend `wanted`, or for "auto" of the first in `names` that can do the call."""
+    wanted = OLD_NAMES.get(wanted, wanted)
     if wanted != "auto" and wanted not in names:
         raise ValueError(f"backend must be one of auto, {', '.join(names)}; not {wanted!r}")
     reasons = {}
     for name in names if wanted == "auto" else (wanted,):
-        reasons[name] = why_not(package, name) or _load(package, name).unsupported(*call)
+        reasons[name] = refusal(package, name, *call)
         if reasons[name] is None:
             return _load(package, name)
     op = package.rpartition(".")[2]
     raise ValueError(f"{op} cannot run here: " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
+
+
+def find(package: str, name: str, *call: Any) -> ModuleType | None:
+    """Return the module of a backend, or None if it cannot do the call here."""
+    return None if refusal(package, name, *call) else _load(package, name)
+
+
+def refusal(package: str, name: str, *call: Any) -> str | None:
+    """Return why a backend cannot do a call here, or None. The call begins with a tensor, or inputs that do."""
+    return why_not(package, name) or unsupported(_load(package, name), *call)
+
+
+def unsupported(backend: ModuleType, *call: Any) -> str | None:
+    """Return why a backend does not support a call, or None."""
+    first = call[0] if isinstance(call[0], Tensor) else next(iter(call[0]))
+    takes: Takes = getattr(backend, "TAKES", Takes())
+    on_cpu = backend.__name__.endswith(".triton") and interpreted()
+    return takes.why_not(first, on_cpu) or (backend.unsupported(*call) if hasattr(backend, "unsupported") else None)
 
 
 def available(package: str, names: tuple[str, ...]) -> dict[str, str | None]:
@@ -50,31 +91,13 @@ def of_this_machine() -> dict[str, dict[str, str | None]]:
 
     With a GPU, the kernels for CPUs are left out: they take no CUDA tensors.
     """
-    from megatron_blackmamba import ops
-
     found = {}
-    for module in pkgutil.iter_modules(ops.__path__):
-        if module.ispkg or module.name in SINGLE_FILES:
-            names = importlib.import_module(f"{ops.__name__}.{module.name}").available_backends()
-            found[module.name] = {name: why for name, why in names.items() if not (has_gpu() and name in FOR_CPUS)}
+    for module in pkgutil.iter_modules(importlib.import_module(ROOT).__path__):
+        if module.ispkg:
+            names = importlib.import_module(f"{ROOT}.{module.name}").available_backends()
+            found[module.name] = {name: why for name, why in names.items() if not (has_gpu() and name == FOR_CPU)}
     found["attention"] = {"scaled_dot_product_attention": None}
-    found["adam"] = {
-        "fused_adam": _why_no_fused_adam(),
-        "triton": why_not(ops.__name__, "triton_adam"),
-        "pytorch": None,
-    }
     return found
-
-
-def _why_no_fused_adam() -> str | None:
-    reasons = []
-    for name in FUSED_ADAM:
-        try:
-            importlib.import_module(name)
-            return None
-        except Exception as error:  # a package built for another torch fails in ways of its own
-            reasons.append(str(error))
-    return ", ".join(reasons)
 
 
 def in_use() -> list[str]:
@@ -95,6 +118,11 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernels on CPU tensors, as in tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Return how many a GPU has; elsewhere, where kernels are interpreted or only compiled, as many as an H200."""
@@ -103,17 +131,12 @@ def multiprocessors(device: torch.device) -> int:
 
 def why_no_triton() -> str | None:
     """Return why a machine with a GPU runs none of this project's Triton kernels; None if it does, or has no GPU."""
-    return why_not("megatron_blackmamba.ops", SUPPORT) if has_gpu() else None
+    return why_not(ROOT, LANGUAGES["triton"]) if has_gpu() else None
 
 
 def lost() -> dict[str, str]:
     """Return the operations that lose this project's GPU kernel on this machine, each with the reason."""
-    ours = {
-        op: why
-        for op, names in of_this_machine().items()
-        for name, why in names.items()
-        if name.startswith("triton") and why
-    }
+    ours = {op: why for op, names in of_this_machine().items() if (why := names.get("triton"))}
     return ours if has_gpu() else {}
 
 
@@ -133,34 +156,18 @@ def _tried(smallest: Callable[[str], None], device: str) -> str | None:
     return None
 
 
-def triton_of(name: str, *call: Any) -> ModuleType | None:
-    """Return the module `ops.triton_<name>` if it can do the call, of which the first argument is a tensor."""
-    package, module = "megatron_blackmamba.ops", f"triton_{name}"
-    if not (call[0].is_cuda or os.environ.get("TRITON_INTERPRET") == "1") or why_not(package, module):
-        return None
-    found = _load(package, module)
-    return None if found.unsupported(*call) else found
-
-
-def fused(name: str) -> dict[str, str | None]:
-    """Return the backends of an op that is one kernel of Triton or C++, else PyTorch's operations."""
-    from megatron_blackmamba.ops import library
-
-    package = "megatron_blackmamba.ops"
-    return {"triton": why_not(package, f"triton_{name}"), "cpp": library.unavailable(), "pytorch": None}
-
-
 @cache
 def why_not(package: str, name: str) -> str | None:
     """Return why this machine cannot use the backend, or None.
 
-    Kernels of Triton are loaded only where Triton itself can run: the decorators that read them take a while.
+    Its language is asked first. Triton's decorators take a while, so kernels are loaded only where they can run.
     """
     try:
-        if name.startswith("triton") and name != SUPPORT and (reason := why_not("megatron_blackmamba.ops", SUPPORT)):
+        if name in LANGUAGES and (reason := why_not(ROOT, LANGUAGES[name])):
             return reason
         module = _load(package, name)
-        return module.unavailable() or (trial(module.smallest) if hasattr(module, "smallest") else None)
+        reason = module.unavailable() if hasattr(module, "unavailable") else None
+        return reason or (trial(module.smallest) if hasattr(module, "smallest") else None)
     except ImportError as error:
         return str(error)
     except Exception as error:  # a package built for another torch or Triton fails in ways of its own

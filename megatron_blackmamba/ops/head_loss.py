@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops import backends, cross_entropy
 from megatron_blackmamba.ops.fp32_linear import fp32_product
 from megatron_blackmamba.ops.gradients import first_order
 
@@ -25,7 +25,11 @@ TOKENS_UNKEPT = 8192
 
 def applies(x: Tensor, weight_VD: Tensor) -> bool:
     """Return whether the kernel takes these tensors."""
-    return x.dtype == weight_VD.dtype and backends.triton_of("cross_entropy", x) is not None
+    return x.dtype == weight_VD.dtype and _kernel_for(x) is not None
+
+
+def _kernel_for(x: Tensor) -> Any:
+    return backends.find(cross_entropy.__name__, "triton", x)
 
 
 def head_loss(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
@@ -50,7 +54,7 @@ def head_loss_and_log_sum(
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weight_VD, labels_T, differentiate, z_loss, softcap):
-        kernel: Any = backends.triton_of("cross_entropy", x_TD)
+        kernel: Any = _kernel_for(x_TD)
         size = max(1, MOST_LOGITS // len(weight_VD)) if differentiate else TOKENS_UNKEPT
         losses, log_sums, gradients = [], [], []
         for x, labels in zip(x_TD.split(size), labels_T.split(size), strict=True):

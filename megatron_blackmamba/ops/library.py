@@ -36,13 +36,6 @@ def unavailable() -> str | None:
     return None
 
 
-def unsupported(x: Tensor) -> str | None:
-    """Return why the C++ kernels cannot take this tensor, or None; they compute in fp32 on CPUs and also read bf16."""
-    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16):
-        return f"{x.dtype} on {x.device.type}"
-    return unavailable()
-
-
 def _built_from() -> str | None:
     """Return the source digest stored in the library, if it is recent enough to have one."""
     try:
@@ -87,6 +80,7 @@ class Arguments(ctypes.Structure):
     def __init__(self, **values: object) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []  # alive for as long as C may look at them
+        self.threads = torch.get_num_threads()
         self.set(**values)
 
     def set(self, **values: object) -> None:
@@ -113,8 +107,9 @@ class Probe(ctypes.Structure):
     _fields_ = (("exponentials", ctypes.c_int64), ("result", ctypes.c_float))
 
 
-def call(name: str, arguments: ctypes.Structure, isa: str) -> None:
-    getattr(_load(), f"{name}_{isa}")(ctypes.byref(arguments))
+def call(name: str, arguments: ctypes.Structure, version: str | None = None) -> None:
+    """Run a kernel for this machine's instruction set, or for another `version`."""
+    getattr(_load(), f"{name}_{version or isa()}")(ctypes.byref(arguments))
 
 
 def with_channels_contiguous(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ are pointers and 64-bit integers; their names and order are read from its source
 import ctypes
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ def fields(source: Path, structure: str) -> tuple[str, ...]:
         raise LookupError(f"{source.name} has no structure {structure}")
     declarations = re.sub(r"//[^\n]*", "", found[1]).split(";")
     return tuple(name for each in declarations for name in re.findall(r"(\w+)\s*(?=,|$)", each.strip()))
+
+
+@cache
+def constants(source: Path, defines: tuple[tuple[str, int], ...] = ()) -> dict[str, int]:
+    """Return the values of a source's `constexpr int`, as far as they follow from these definitions."""
+    known = dict(defines)
+    for declarations in re.findall(r"constexpr int ([^;]*);", source.read_text()):
+        for name, expression in re.findall(r"(\w+) = ([^,]+)", declarations):
+            chosen = re.sub(r"(\w+) \? (\w+) : (\w+)", r"(\2 if \1 else \3)", expression).replace("/", "//")
+            with suppress(NameError):
+                known[name] = eval(chosen, {"__builtins__": {}}, known)
+    return known
 
 
 def compile_source(source: Path, defines: dict[str, int], architecture: str) -> bytes:

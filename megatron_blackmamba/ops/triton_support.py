@@ -1,17 +1,12 @@
 """Check whether the Triton backends can run on this machine."""
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 
+from megatron_blackmamba.ops.backends import interpreted
+
 OLDEST = (3, 4)  # all kernels are tested in the interpreter of 3.4 to 3.9; the scan does not compile with 3.3
-
-
-def interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels on CPU tensors, as in tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def unavailable() -> str | None:

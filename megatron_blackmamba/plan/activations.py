@@ -49,13 +49,13 @@ class Activations:
         if self.model.arrangement == "parallel":  # the norm stands before both blocks of a pair, and is kept
             shared = self._norm() if has_norm else 0
             hidden = self.width * self.model.hidden_size * self.sizes.here if has_norm else 0
-            return shared + (hidden if recompute in kind.recompute else kind.kept(self.sizes))
-        return self.residual() if recompute in kind.recompute else self._norm() + kind.kept(self.sizes)
+            return shared + (hidden if recompute in kind.recompute else kind.costs.kept(self.sizes))
+        return self.residual() if recompute in kind.recompute else self._norm() + kind.costs.kept(self.sizes)
 
     def working(self, kind: LayerKind) -> int:
         """Return the bytes that the backward pass of one block needs in addition, without a scan's states."""
-        without_states = kind.working(replace(self.sizes, keeps_states=False))
-        return self.block(kind, "none") - kind.kept(self.sizes) + without_states
+        without_states = kind.costs.working(replace(self.sizes, keeps_states=False))
+        return self.block(kind, "none") - kind.costs.kept(self.sizes) + without_states
 
     def residual(self) -> int:
         """Return the bytes of the fp32 residual stream that enters a block."""

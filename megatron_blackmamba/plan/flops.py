@@ -34,7 +34,7 @@ def forward_by_part(model: ModelConfig, sequence: int) -> dict[str, int]:
     """Return the forward FLOPs per token of the whole model, by part, for this sequence length."""
     parts: Counter[str] = Counter()
     for kind in layers_of(model.pattern):
-        parts.update(kind.flops(model, sequence))
+        parts.update(kind.costs.flops(model, sequence))
     return {**parts, HEAD: 2 * model.hidden_size * model.vocab_size}
 
 
@@ -47,7 +47,7 @@ def extra_depth(model: ModelConfig, sequence: int) -> int:
     """Return the forward FLOPs per token that multi-token prediction adds in training: layers, projection and head."""
     if not model.mtp.pattern:
         return 0
-    layers = sum(sum(kind.flops(model, sequence).values()) for kind in layers_of(model.mtp.pattern))
+    layers = sum(sum(kind.costs.flops(model, sequence).values()) for kind in layers_of(model.mtp.pattern))
     return layers + 4 * model.hidden_size**2 + 2 * model.hidden_size * model.vocab_size
 
 
@@ -60,14 +60,14 @@ def recomputed(config: RunConfig) -> int:
     """Return the FLOPs per token that `training.recompute` repeats."""
     model, sequence = config.model, config.data.sequence_length
     again = [kind for kind in layers_of(model.trained_pattern) if config.training.recompute in kind.recompute]
-    return sum(sum(kind.flops(model, sequence).values()) for kind in again)
+    return sum(sum(kind.costs.flops(model, sequence).values()) for kind in again)
 
 
 def paper_formula(model: ModelConfig, tokens_per_step: int) -> PaperFormula | None:
     """Return the paper's own FLOP count of this model, or None for layers without a formula."""
     printed, repaired = 0.0, 2.0 * model.hidden_size * model.vocab_size
     for kind in layers_of(model.pattern):
-        formula = kind.paper_flops(model, tokens_per_step)
+        formula = kind.costs.paper_flops(model, tokens_per_step)
         if formula is None:
             return None
         printed, repaired = printed + formula[0], repaired + formula[1]

@@ -22,6 +22,8 @@ from megatron_blackmamba.settings import OptimizerConfig
 GIB = 2**30
 RESERVED = int(2.5 * GIB)
 """Assumed: the CUDA context, NCCL's buffers, and what the allocator cannot use."""
+RESERVED_CPU = GIB // 2
+"""Assumed: the private memory of Python, PyTorch and gloo."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
         logits=logits if in_loss else 0,
         working=0 if in_loss else at_work,
         communication=0 if in_loss else sent,
-        reserved=RESERVED,
+        reserved=RESERVED if device == "cuda" else RESERVED_CPU,
     )
 
 

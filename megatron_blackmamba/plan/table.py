@@ -2,6 +2,7 @@
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megatron_blackmamba.formats.schedule import repetition
 from megatron_blackmamba.formats.shards import token_dtype
@@ -20,6 +21,7 @@ HIGH_WRITE_RATE = 200e6
 def show(plan: Plan, console: Console) -> None:
     """Print everything the plan knows."""
     config = plan.config
+    console.print(Text(verdict(plan), style="bold"), soft_wrap=True)
     console.print(f"[bold]{config.name}[/bold]  {config.model.layers} layers {config.model.pattern}", highlight=False)
     console.print(_parameters(plan), _flops(plan), _training(plan), _storage(plan))
     if config.training.batch_ramp:
@@ -30,8 +32,22 @@ def show(plan: Plan, console: Console) -> None:
         console.print(f"Data not found: {plan.missing_data}", highlight=False)
     if plan.placed:
         _show_placed(plan, plan.placed, console)
-    else:
-        console.print("Add --nodes N (and --gpu) for memory, traffic and time on a cluster.", highlight=False)
+
+
+def verdict(plan: Plan) -> str:
+    """Return in a line whether the run fits, how much memory it needs and how long it takes."""
+    name, placed = plan.config.name, plan.placed
+    if placed is None:
+        size = f"{_count(plan.parameters.total)} parameters, {_count(plan.tokens)} tokens"
+        return f"{name}: {size}; add --nodes N (and --gpu) for memory, traffic and time on a cluster"
+    where = f"{placed.gpus} {placed.gpu.name}"
+    if placed.memory is None:
+        return f"{name} cannot run on {where}: {placed.refused[0]}"
+    memory = f"{placed.memory.total / GIB:.1f} of {placed.gpu.memory_gib:g} GiB on the fullest of {where}"
+    if not placed.fits:
+        return f"{name} does not fit: {memory}"
+    how = "at best, calculated" if placed.mfu_is_calculated else f"at {placed.mfu:.1%} MFU"
+    return f"{name} fits: {memory}; {duration(placed.seconds)} {how}"
 
 
 def refusal(placed: Placed) -> str:

@@ -1,6 +1,6 @@
 """The time of a step at best: computing by the roofline, launching, idle stages, and the exchanges that nothing hides.
 
-Each layer kind declares its operations (`LayerKind.work`); this file adds norms, embedding, head, gradients and update.
+Each layer kind declares its operations (`Cost.work`); this file adds norms, embedding, head, gradients and update.
 Calculated, not measured. `tests/rehearsal` compares the computing with the same step rehearsed operation by operation.
 """
 
@@ -170,7 +170,7 @@ def of_stages(config: RunConfig, gpu: Gpu) -> list[MicroBatch]:
 def _of_layer(config: RunConfig, letter: str, gpu: Gpu) -> MicroBatch:
     """Return the time of one layer with its norm, its addition, and what its backward pass computes again."""
     sizes, kind = sizes_of(config, "cuda"), kind_of(letter)
-    there, back = kind.work(sizes)
+    there, back = kind.costs.work(sizes)
     if config.kernels.linear == "fp8":
         there, back = _in_fp8(there, 1, gpu), _in_fp8(back, 1 / 2, gpu)  # not the gradients of weights
     stream = sizes.here * config.model.hidden_size

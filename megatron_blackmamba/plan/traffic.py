@@ -103,7 +103,7 @@ def _layers(config: RunConfig, world_size: int) -> tuple[dict[str, float], dict[
     for letter, layers in Counter(config.model.trained_pattern).items():
         kind = kind_of(letter)
         passes = 3 if config.training.recompute in kind.recompute else 2
-        for axis, volume in kind.traffic(sizes, passes).items():
+        for axis, volume in kind.costs.traffic(sizes, passes).items():
             moved[axis] += layers * volume / p.pipeline
             calls[axis] += layers * CALLS_A_PASS * passes * bool(volume) / p.pipeline
     batches = layout.micro_batches(config, world_size)

@@ -47,6 +47,10 @@ class Quickstart:
     processes: int
 
     @property
+    def duration(self) -> str:
+        return f"{self.minutes:g} minute{'s' * (self.minutes != 1)}"
+
+    @property
     def seconds_of_steps(self) -> float:
         return 60 * self.minutes * IN_STEPS
 
@@ -175,7 +179,7 @@ def measure(q: Quickstart) -> str:
         settings["training"] = {"tokens": steps * run.tokens_per_step}
         atomic.write_text(q.config, yaml.safe_dump(settings, sort_keys=False))
     run = q.composed()
-    return f"{run.steps:,} steps of {run.tokens_per_step:,} tokens fit into {q.minutes:g} minutes on {_processes(q)}"
+    return f"{run.steps:,} steps of {run.tokens_per_step:,} tokens fit into {q.duration} on {_processes(q)}"
 
 
 def train(q: Quickstart) -> str:
@@ -234,7 +238,7 @@ class Pace:
         how = "slower" if self.steps < planned.steps else "faster"
         return (
             f"steps are {how} than measured: {self.steps:,} instead of {planned.steps:,}"
-            f" fit into {self.q.minutes:g} minutes; training resumes"
+            f" fit into {self.q.duration}; training resumes"
         )
 
 

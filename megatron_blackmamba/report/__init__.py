@@ -4,6 +4,7 @@ from pathlib import Path
 
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report.history import SAMPLES, ReportError, read_history
+from megatron_blackmamba.report.page import pictures as pictures_of
 from megatron_blackmamba.report.page import render
 
 __all__ = ["ReportError", "write_report"]
@@ -21,5 +22,5 @@ def write_report(
     if pictures is not None:
         from megatron_blackmamba.report.pictures import write_pictures
 
-        write_pictures(history, pictures)
+        write_pictures(pictures, pictures_of(history))
     return path

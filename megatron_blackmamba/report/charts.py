@@ -1,20 +1,28 @@
-"""Charts as inline SVG in the colours of the page; with JavaScript, the curves are interactive."""
+"""Charts, described once: inline SVG in the colours of a page, interactive with JavaScript, or plots of a PNG file."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_blackmamba.report import interactive
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 WIDTH, HEIGHT = 480, 250
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 34
 COLOURS = 8
 FEW = 50
 """Points of a curve that is drawn whole; a longer one may lose outliers."""
+FEW_NAMES = 10
+"""Curves that the legend of a picture names; of more, it leaves out the dashed ones."""
+FEW_DOTS = 30
+"""A curve of fewer points shows each of them in a picture, as in the interactive charts."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +38,13 @@ class Line:
     dashed: bool = False
     thin: bool = False
 
+    @property
+    def band(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return both edges of the band; None if there is none, or if it has no width."""
+        if self.low is None or self.high is None or np.array_equal(self.low, self.high):
+            return None
+        return self.low, self.high
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -40,16 +55,45 @@ class Mark:
     title: str
 
 
+@dataclass(frozen=True)
+class Chart(ABC):
+    """A chart of a page or a picture."""
+
+    title: str
+
+    @property
+    @abstractmethod
+    def shows(self) -> bool:
+        """Return whether there is something to show."""
+
+    def html(self) -> str:
+        """Return the chart as an inline SVG; an empty one says so."""
+        empty = _text(WIDTH / 2, 50, "nothing recorded yet", "middle")
+        return self._svg() if self.shows else _figure(self.title, empty, "", 90)
+
+    @abstractmethod
+    def _svg(self) -> str: ...
+
+    @abstractmethod
+    def draw(self, axes: "Axes") -> None:
+        """Draw the chart with matplotlib."""
+
+
 class _Axes:
     """From values to places; y grows upwards."""
 
-    def __init__(self, x0: float, x1: float, y0: float, y1: float):
-        self.x0, self.x1 = x0, x1 if x1 > x0 else x0 + 1
+    def __init__(self, x0: float, x1: float, y0: float, y1: float, log: bool = False):
+        self.log = log
+        self.x0 = self.of(x0)
+        self.x1 = self.of(x1) if x1 > x0 else self.x0 + 1
         pad = 0.05 * (y1 - y0) or abs(y1) * 0.1 or 1.0
         self.y0, self.y1 = (y0 if y0 == 0 else y0 - pad), y1 + pad
 
+    def of(self, x: float) -> float:
+        return math.log10(x) if self.log else x
+
     def x(self, value: float) -> float:
-        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+        return LEFT + (self.of(value) - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
         return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
@@ -60,7 +104,7 @@ class _Axes:
             place = self.y(value)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>')
             parts.append(_text(LEFT - 6, place + 4, short(value), "end"))
-        for value in ticks(self.x0, self.x1, 5):
+        for value in log_ticks(self.x0, self.x1) if self.log else ticks(self.x0, self.x1, 5):
             parts.append(_text(self.x(value), HEIGHT - BOTTOM + 16, short(value), "middle"))
         parts.append(
             f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>'
@@ -69,134 +113,224 @@ class _Axes:
         return "".join(parts)
 
 
-def lines(
-    title: str, curves: Sequence[Line], marks: Sequence[Mark] = (), x_label: str = "step", zero: bool = False
-) -> str:
-    """Draw curves over steps, with events marked below; outliers far from most points are cut off."""
-    curves = [curve for curve in curves if len(curve.x)]
-    if not curves:
-        return empty(title)
-    y = np.concatenate([np.asarray(part, dtype=float) for curve in curves for part in _in_range(curve)])
-    low, high = _most_of(y)
-    axes = _Axes(
-        min(float(curve.x[0]) for curve in curves),
-        max(float(curve.x[-1]) for curve in curves),
-        0.0 if zero else low,
-        high,
-    )
-    drawn = []
-    for curve in curves:
-        colour = f"c{curve.colour % COLOURS}"
-        if curve.low is not None and curve.high is not None and not np.array_equal(curve.low, curve.high):
-            there = _points(axes, curve.x, curve.high)
-            back = _points(axes, curve.x[::-1], curve.low[::-1])
-            drawn.append(f'<polygon class="band {colour}" points="{there} {back}"/>')
-        looks = " dashed" * curve.dashed + " thin" * curve.thin
-        points = _points(axes, curve.x, curve.y)
-        title_of = f"<title>{escape(curve.name)}</title>"
-        drawn.append(f'<polyline class="line {colour}{looks}" points="{points}">{title_of}</polyline>')
-        if len(curve.x) == 1:
-            x, y_at = axes.x(float(curve.x[0])), axes.y(float(curve.y[0]))
-            drawn.append(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y_at:.1f}" r="3"/>')
-    for mark in marks:
-        place = axes.x(mark.x)
-        drawn.append(
-            f'<line class="mark {escape(mark.kind)}" x1="{place:.1f}" x2="{place:.1f}" y1="{TOP}"'
-            f' y2="{HEIGHT - BOTTOM}"><title>{escape(mark.title)}</title></line>'
-        )
-    inside = HEIGHT - TOP - BOTTOM
-    clip = f'<svg x="0" y="{TOP}" width="{WIDTH}" height="{inside}" viewBox="0 {TOP} {WIDTH} {inside}">'
-    chart = _data(curves, marks, axes, x_label)
-    return _figure(title, axes.frame(x_label) + clip + "".join(drawn) + "</svg>", _legend(curves) + chart)
+@dataclass(frozen=True)
+class Lines(Chart):
+    """Curves over steps, with events marked below; outliers far from most points are cut off."""
 
+    given: Sequence[Line]
+    marks: Sequence[Mark] = ()
+    x_label: str = "step"
+    zero: bool = False
+    """Whether the axis begins at 0."""
+    log: bool = False
+    """Whether the horizontal axis is logarithmic."""
 
-def _data(curves: Sequence[Line], marks: Sequence[Mark], axes: _Axes, x_label: str) -> str:
-    """Return the numbers of a chart for the script that makes it interactive."""
-    described = []
-    for curve in curves:
-        one = {"name": curve.name, "colour": curve.colour % COLOURS, "dashed": curve.dashed}
-        one |= {"thin": True} if curve.thin else {}
-        one |= {"x": interactive.numbers(curve.x), "y": interactive.numbers(curve.y)}
-        if curve.low is not None and curve.high is not None and not np.array_equal(curve.low, curve.high):
-            one |= {"low": interactive.numbers(curve.low), "high": interactive.numbers(curve.high)}
-        described.append(one)
-    marked = [{"x": mark.x, "kind": mark.kind} for mark in marks]
-    content = {"x_label": x_label, "y0": axes.y0, "y1": axes.y1, "series": described, "marks": marked}
-    return interactive.data(content)
+    @property
+    def curves(self) -> list[Line]:
+        """Return the curves with points."""
+        return [curve for curve in self.given if len(curve.x)]
 
+    @property
+    def shows(self) -> bool:
+        return bool(self.curves)
 
-def stacked(title: str, x: Sequence[float], shares: np.ndarray, names: Sequence[str], x_label: str = "step") -> str:
-    """Draw shares `[X, names]` that add up to 1, stacked, over steps."""
-    if len(x) == 0:
-        return empty(title)
-    if len(x) == 1:
-        x, shares = [x[0], x[0] + 1], np.repeat(shares, 2, axis=0)
-    axes = _Axes(float(x[0]), float(x[-1]), 0.0, 1.0)
-    axes.y1 = 1.0
-    tops = np.cumsum(shares, axis=1)
-    bottoms = tops - shares
-    areas = []
-    for i, name in enumerate(names):
-        there, back = _points(axes, x, tops[:, i]), _points(axes, x[::-1], bottoms[::-1, i])
-        areas.append(
-            f'<polygon class="area c{i % COLOURS}" points="{there} {back}"><title>{escape(name)}</title></polygon>'
-        )
-    return _figure(title, "".join(areas) + axes.frame(x_label), "")
+    def _range(self) -> tuple[float, float]:
+        """Return the lowest and highest value of the vertical axis."""
+        y = np.concatenate([np.asarray(part, dtype=float) for curve in self.curves for part in _in_range(curve)])
+        low, high = _most_of(y)
+        return (0.0 if self.zero else low), high
 
-
-def bars(title: str, names: Sequence[str], groups: Mapping[str, Sequence[float]]) -> str:
-    """Draw groups of horizontal bars, with their values."""
-    if not names:
-        return empty(title)
-    label, row, gap = 110, 15, 10
-    height = TOP + len(names) * (len(groups) * row + gap) + 4
-    longest = max(max(values) for values in groups.values()) or 1.0
-    drawn = []
-    for i, name in enumerate(names):
-        top = TOP + i * (len(groups) * row + gap)
-        drawn.append(_text(label - 8, top + len(groups) * row / 2 + 4, _clipped(name), "end"))
-        for j, values in enumerate(groups.values()):
-            width = max(1.0, values[i] / longest * (WIDTH - label - 64))
-            y = top + j * row
-            drawn.append(f'<rect class="bar c{j}" x="{label}" y="{y}" width="{width:.1f}" height="{row - 2}" rx="2"/>')
-            drawn.append(_text(label + width + 6, y + row - 4, f"{100 * values[i]:.2f}%", "start"))
-    keys = [Line(name, [], [], colour=j) for j, name in enumerate(groups)]
-    return _figure(title, "".join(drawn), _legend(keys), height)
-
-
-def shares_by_layer(title: str, layers: Sequence[str], shares: np.ndarray) -> str:
-    """Draw one bar per layer with its experts' shares `[layers, experts]`; the vertical lines are equal shares."""
-    if not len(layers):
-        return empty(title)
-    label, row = 70, 20
-    height = TOP + len(layers) * row + 30
-    span = WIDTH - label - RIGHT
-    drawn = []
-    for i, name in enumerate(layers):
-        left = float(label)
-        for j, share in enumerate(shares[i]):
-            width = share * span
+    def _svg(self) -> str:
+        curves = self.curves
+        first, last = min(float(curve.x[0]) for curve in curves), max(float(curve.x[-1]) for curve in curves)
+        axes, drawn = _Axes(first, last, *self._range(), log=self.log), []
+        for curve in curves:
+            colour = f"c{curve.colour % COLOURS}"
+            if curve.band is not None:
+                low, high = curve.band
+                there, back = _points(axes, curve.x, high), _points(axes, curve.x[::-1], low[::-1])
+                drawn.append(f'<polygon class="band {colour}" points="{there} {back}"/>')
+            looks = " dashed" * curve.dashed + " thin" * curve.thin
+            points = _points(axes, curve.x, curve.y)
+            title_of = f"<title>{escape(curve.name)}</title>"
+            drawn.append(f'<polyline class="line {colour}{looks}" points="{points}">{title_of}</polyline>')
+            if len(curve.x) == 1:
+                x, y_at = axes.x(float(curve.x[0])), axes.y(float(curve.y[0]))
+                drawn.append(f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y_at:.1f}" r="3"/>')
+        for mark in self.marks:
+            place = axes.x(mark.x)
             drawn.append(
-                f'<rect class="bar c{j % COLOURS}" x="{left:.2f}" y="{TOP + i * row}" width="{width:.2f}"'
-                f' height="{row - 3}"><title>{escape(name)}, expert {j}: {share:.1%}</title></rect>'
+                f'<line class="mark {escape(mark.kind)}" x1="{place:.1f}" x2="{place:.1f}" y1="{TOP}"'
+                f' y2="{HEIGHT - BOTTOM}"><title>{escape(mark.title)}</title></line>'
             )
-            left += width
-        drawn.append(_text(label - 8, TOP + i * row + 13, _clipped(name), "end"))
-    experts = shares.shape[1]
-    for j in range(1, experts):
-        x = label + j * span / experts
-        drawn.append(f'<line class="equal" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + len(layers) * row - 3}"/>')
-    for share in (0, 0.5, 1):
-        drawn.append(_text(label + share * span, height - 8, f"{share:.0%}", "middle" if share < 1 else "end"))
-    drawn.append(_text(label - 8, height - 8, "share", "end"))
-    keys = [Line(f"expert {j}" if experts <= COLOURS else f"expert {j}, …", [], [], colour=j)
-            for j in range(min(experts, COLOURS))]  # fmt: skip
-    return _figure(title, "".join(drawn), _legend(keys), height)
+        inside = HEIGHT - TOP - BOTTOM
+        clip = f'<svg x="0" y="{TOP}" width="{WIDTH}" height="{inside}" viewBox="0 {TOP} {WIDTH} {inside}">'
+        frame = axes.frame(self.x_label) + clip + "".join(drawn) + "</svg>"
+        return _figure(self.title, frame, _legend(curves) + self._data(axes))
+
+    def _data(self, axes: _Axes) -> str:
+        """Return the numbers for the script that makes the chart interactive."""
+        described = []
+        for curve in self.curves:
+            one = {"name": curve.name, "colour": curve.colour % COLOURS, "dashed": curve.dashed}
+            one |= {"thin": True} if curve.thin else {}
+            one |= {"x": interactive.numbers(curve.x), "y": interactive.numbers(curve.y)}
+            if curve.band is not None:
+                one |= dict(zip(("low", "high"), map(interactive.numbers, curve.band), strict=True))
+            described.append(one)
+        marked = [{"x": mark.x, "kind": mark.kind} for mark in self.marks]
+        content = {"x_label": self.x_label, "y0": axes.y0, "y1": axes.y1, "series": described, "marks": marked}
+        return interactive.data(content | ({"log": True} if self.log else {}))
+
+    def draw(self, axes: "Axes") -> None:
+        few = len(self.curves) <= FEW_NAMES
+        for curve in self.curves:
+            colour, width = f"C{curve.colour}", 0.8 if curve.thin else 1.6
+            marker = "." if len(curve.x) < FEW_DOTS and not curve.thin else ""
+            style = {"linestyle": "--" if curve.dashed else "-", "marker": marker, "color": colour, "linewidth": width}
+            axes.plot(curve.x, curve.y, label=curve.name if few or not curve.dashed else None, **style)
+            if curve.band is not None and len(curve.x) > 1:
+                axes.fill_between(curve.x, *curve.band, color=colour, alpha=0.15, linewidth=0)
+            elif curve.band is not None:
+                axes.errorbar(curve.x, curve.y, [curve.y - curve.band[0], curve.band[1] - curve.y], color=colour)
+        for mark in self.marks:
+            axes.axvline(mark.x, color="grey", linewidth=0.8, linestyle=":")
+        axes.set(xlabel=self.x_label, xscale="log" if self.log else "linear")
+        if self.log:
+            low, high = (math.log10(end) for end in axes.get_xlim())
+            axes.set_xticks(log_ticks(low, high), [short(tick) for tick in log_ticks(low, high)])
+            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_formatter(lambda value, _: short(value))
+        axes.yaxis.set_major_formatter(lambda value, _: short(value))
+        scale = _Axes(0, 1, *self._range())
+        axes.set_ylim(scale.y0, scale.y1)
+        if len(self.curves) > 1:
+            axes.legend(edgecolor="none", fontsize="small")
 
 
-def empty(title: str) -> str:
-    """Draw an empty chart that says so."""
-    return _figure(title, _text(WIDTH / 2, 50, "nothing recorded yet", "middle"), "", 90)
+@dataclass(frozen=True)
+class Stacked(Chart):
+    """Shares `[X, names]` that add up to 1, stacked, over steps."""
+
+    x: Sequence[float]
+    shares: np.ndarray
+    names: Sequence[str]
+    x_label: str = "step"
+
+    @property
+    def shows(self) -> bool:
+        return len(self.x) > 0
+
+    def _whole(self) -> tuple[Sequence[float], np.ndarray]:
+        """Return places and shares; a single place becomes a step wide."""
+        if len(self.x) > 1:
+            return self.x, self.shares
+        return [self.x[0], self.x[0] + 1], np.repeat(self.shares, 2, axis=0)
+
+    def _svg(self) -> str:
+        x, shares = self._whole()
+        axes = _Axes(float(x[0]), float(x[-1]), 0.0, 1.0)
+        axes.y1 = 1.0
+        tops = np.cumsum(shares, axis=1)
+        bottoms = tops - shares
+        areas = []
+        for i, name in enumerate(self.names):
+            there, back = _points(axes, x, tops[:, i]), _points(axes, x[::-1], bottoms[::-1, i])
+            areas.append(
+                f'<polygon class="area c{i % COLOURS}" points="{there} {back}"><title>{escape(name)}</title></polygon>'
+            )
+        return _figure(self.title, "".join(areas) + axes.frame(self.x_label), "")
+
+    def draw(self, axes: "Axes") -> None:
+        x, shares = self._whole()
+        axes.stackplot(x, shares.T, labels=self.names)
+        axes.set(xlabel=self.x_label, ylim=(0, 1))
+
+
+@dataclass(frozen=True)
+class Bars(Chart):
+    """Groups of horizontal bars, with their values."""
+
+    names: Sequence[str]
+    groups: Mapping[str, Sequence[float]]
+
+    @property
+    def shows(self) -> bool:
+        return bool(self.names)
+
+    def _svg(self) -> str:
+        label, row, gap, groups = 110, 15, 10, self.groups
+        height = TOP + len(self.names) * (len(groups) * row + gap) + 4
+        longest = max(max(values) for values in groups.values()) or 1.0
+        drawn = []
+        for i, name in enumerate(self.names):
+            top = TOP + i * (len(groups) * row + gap)
+            drawn.append(_text(label - 8, top + len(groups) * row / 2 + 4, _clipped(name), "end"))
+            for j, values in enumerate(groups.values()):
+                width = max(1.0, values[i] / longest * (WIDTH - label - 64))
+                y, tall = top + j * row, row - 2
+                drawn.append(f'<rect class="bar c{j}" x="{label}" y="{y}" width="{width:.1f}" height="{tall}" rx="2"/>')
+                drawn.append(_text(label + width + 6, y + row - 4, f"{100 * values[i]:.2f}%", "start"))
+        keys = [Line(name, [], [], colour=j) for j, name in enumerate(groups)]
+        return _figure(self.title, "".join(drawn), _legend(keys), height)
+
+    def draw(self, axes: "Axes") -> None:
+        places, height = np.arange(len(self.names)), 0.8 / len(self.groups)
+        for j, (name, values) in enumerate(self.groups.items()):
+            bars = axes.barh(places + (j + 0.5) * height - 0.4, values, height=0.95 * height, label=name)
+            axes.bar_label(bars, [f"{100 * value:.2f}%" for value in values], padding=3, fontsize="small")
+        axes.set_yticks(places, [_clipped(name) for name in self.names])
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.legend(frameon=False, fontsize="small")
+
+
+@dataclass(frozen=True)
+class Shares(Chart):
+    """One bar per layer with its experts' shares `[layers, experts]`; the vertical lines are equal shares."""
+
+    layers: Sequence[str]
+    shares: np.ndarray
+
+    @property
+    def shows(self) -> bool:
+        return len(self.layers) > 0
+
+    def _svg(self) -> str:
+        label, row, shares = 70, 20, self.shares
+        height = TOP + len(self.layers) * row + 30
+        span = WIDTH - label - RIGHT
+        drawn = []
+        for i, name in enumerate(self.layers):
+            left = float(label)
+            for j, share in enumerate(shares[i]):
+                width = share * span
+                drawn.append(
+                    f'<rect class="bar c{j % COLOURS}" x="{left:.2f}" y="{TOP + i * row}" width="{width:.2f}"'
+                    f' height="{row - 3}"><title>{escape(name)}, expert {j}: {share:.1%}</title></rect>'
+                )
+                left += width
+            drawn.append(_text(label - 8, TOP + i * row + 13, _clipped(name), "end"))
+        experts, bottom = shares.shape[1], TOP + len(self.layers) * row - 3
+        for j in range(1, experts):
+            x = label + j * span / experts
+            drawn.append(f'<line class="equal" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>')
+        for share in (0, 0.5, 1):
+            drawn.append(_text(label + share * span, height - 8, f"{share:.0%}", "middle" if share < 1 else "end"))
+        drawn.append(_text(label - 8, height - 8, "share", "end"))
+        keys = [Line(f"expert {j}" if experts <= COLOURS else f"expert {j}, …", [], [], colour=j)
+                for j in range(min(experts, COLOURS))]  # fmt: skip
+        return _figure(self.title, "".join(drawn), _legend(keys), height)
+
+    def draw(self, axes: "Axes") -> None:
+        experts, lefts = self.shares.shape[1], np.cumsum(self.shares, axis=1) - self.shares
+        for expert in range(experts):
+            axes.barh(self.layers, self.shares[:, expert], left=lefts[:, expert], height=0.8)
+        for expert in range(1, experts):
+            axes.axvline(expert / experts, color="white", linewidth=1, linestyle=":")
+        axes.invert_yaxis()
+        axes.set(xlim=(0, 1), xlabel="share of the tokens")
 
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
@@ -205,6 +339,14 @@ def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
     step *= min((1, 2, 5, 10), key=lambda factor: abs((high - low) / (factor * step) - wanted))
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten between two logarithms; powers alone if those would be many."""
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    mantissas = (1, 2, 5) if high - low < 2.5 else (1,)
+    every = [mantissa * 10.0**power for power in powers for mantissa in mantissas]
+    return [value for value in every if low - 1e-9 <= math.log10(value) <= high + 1e-9]
 
 
 def short(value: float) -> str:

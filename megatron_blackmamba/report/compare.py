@@ -26,6 +26,7 @@ from megatron_blackmamba.report.history import thin
 from megatron_blackmamba.report.scores import points
 
 AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": "hours"}
+UNKNOWN = "not known: name the module of its layers in BLACKMAMBA_IMPORT"
 Rows = list[list[str]]
 
 
@@ -48,8 +49,8 @@ def render(runs: Sequence[Compared]) -> str:
     sections = [
         *(f"<section><h2>{escape(title)}</h2>{html.table(columns, rows)}</section>"
           for title, columns, rows in tables(runs)),
-        html.section("Training loss", [_loss(runs, axis) for axis in AXES]),
-        html.section("Validation loss", [_validation(runs, axis) for axis in AXES], _weights(runs)),
+        html.section("Training loss", [_loss(runs, axis) for axis in _axes(runs)]),
+        html.section("Validation loss", [_validation(runs, axis) for axis in _axes(runs)], _weights(runs)),
         *_bits_per_byte(runs),
         html.section("Validation loss by source", _by_source(runs)),
         *_scores_over_tokens(runs),
@@ -57,6 +58,11 @@ def render(runs: Sequence[Compared]) -> str:
     ]  # fmt: skip
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba compare."
     return html.page(f"{names} · BlackMamba runs", f"<h1>{escape(names)}</h1>", sections, footer)
+
+
+def _axes(runs: Sequence[Compared]) -> list[str]:
+    """Return the axes on which every run can be drawn."""
+    return [axis for axis in AXES if axis != "flops" or all(np.isfinite(run.flops_per_token) for run in runs)]
 
 
 def _weights(runs: Sequence[Compared]) -> str:
@@ -94,9 +100,9 @@ def _results(runs: Sequence[Compared]) -> Rows:
         ),
         ["step", *(f"{run.history.last['step']:,}" for run in runs)],
         ["tokens", *(short(run.history.last["consumed_tokens"]) for run in runs)],
-        ["training FLOPs", *(f"{run.along('flops', run.tokens.step[-1:])[0]:.2e}" for run in runs)],
+        ["training FLOPs", *(_flops(run) for run in runs)],
     ]
-    for axis in ("tokens", "flops"):
+    for axis in [axis for axis in _axes(runs) if axis in ("tokens", "flops")]:
         end = common_end(runs, axis)
         losses = [run.averaged_loss(axis, end) for run in runs]
         averaged = [f"{_number(loss)} ({steps} step{'s' * (steps > 1)})" for loss, steps in losses]
@@ -105,7 +111,7 @@ def _results(runs: Sequence[Compared]) -> Rows:
         validation = [_validation_at(run, axis, end) for run in runs]
         rows.append([f"validation loss at {place}", *validation])
         if any(run.bits_per_byte is not None for run in runs):
-            bits = [_number(run.validation_at(axis, end, bits=True)) for run in runs]
+            bits = [_validation_at(run, axis, end, bits=True) for run in runs]
             rows.append([f"validation, bits per byte, at {place}", *bits])
     return [
         *rows,
@@ -115,11 +121,16 @@ def _results(runs: Sequence[Compared]) -> Rows:
     ]
 
 
-def _validation_at(run: Compared, axis: str, place: float) -> str:
-    loss = run.validation_at(axis, place)
+def _flops(run: Compared) -> str:
+    total = run.along("flops", run.tokens.step[-1:])[0]
+    return f"{total:.2e}" if np.isfinite(total) else UNKNOWN
+
+
+def _validation_at(run: Compared, axis: str, place: float, bits: bool = False) -> str:
+    loss = run.validation_at(axis, place, bits)
     if not np.isfinite(loss):
-        return "not validated by then"
-    return f"{loss:.4f}" if run.validated_at(axis, place) else f"{loss:.4f} (interpolated)"
+        return "not finite" if run.validated_at(axis, place, bits) else "not validated by then"
+    return f"{loss:.4f}" if run.validated_at(axis, place, bits) else f"{loss:.4f} (interpolated)"
 
 
 def _scores(runs: Sequence[Compared]) -> Rows:
@@ -156,7 +167,7 @@ def _paired(runs: Sequence[Compared]) -> Rows:
     ]
 
 
-def _loss(runs: Sequence[Compared], axis: str) -> str:
+def _loss(runs: Sequence[Compared], axis: str) -> charts.Lines:
     curves = []
     for i, run in enumerate(runs):
         series = run.history.scalars["loss"]
@@ -166,18 +177,18 @@ def _loss(runs: Sequence[Compared], axis: str) -> str:
         series = run.history.scalars["loss"]
         thinned = thin(run.along(axis, series.step), series.value)
         curves.append(Line(f"trunk {run.name}", thinned.x, thinned.mean, colour=i, thin=True))
-    return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+    return charts.Lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 
 def _bits_per_byte(runs: Sequence[Compared]) -> list[str]:
     if all(run.bits_per_byte is None for run in runs):
         return []
-    drawn = [_validation(runs, axis, bits=True) for axis in AXES]
+    drawn = [_validation(runs, axis, bits=True) for axis in _axes(runs)]
     words = "Validation loss as bits per byte of text, which compares models with different tokenizers."
     return [html.section("Bits per byte", drawn, words)]
 
 
-def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> str:
+def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> charts.Lines:
     curves = []
     for i, run in enumerate([*runs, *trunks(runs)]):
         series, above = run.bits_per_byte if bits else run.validation, i >= len(runs)
@@ -185,10 +196,10 @@ def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> str:
             known = np.isfinite(series.value)
             places, name = run.along(axis, series.step[known]), f"trunk {run.name}" if above else run.name
             curves.append(Line(name, places, series.value[known], colour=i, thin=above))
-    return charts.lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+    return charts.Lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
 
 
-def _by_source(runs: Sequence[Compared]) -> list[str]:
+def _by_source(runs: Sequence[Compared]) -> list[charts.Lines]:
     sources = dict.fromkeys(name for run in runs for name in run.history.of("validation/loss/*"))
     drawn = []
     for source in sources:
@@ -198,7 +209,7 @@ def _by_source(runs: Sequence[Compared]) -> list[str]:
             for i, run, series in found
             if series is not None
         ]
-        drawn.append(charts.lines(source, curves, x_label="tokens"))
+        drawn.append(charts.Lines(source, curves, x_label="tokens"))
     return drawn
 
 
@@ -213,7 +224,7 @@ def _scores_over_tokens(runs: Sequence[Compared]) -> list[str]:
             for i, run, of_run in found
             if of_run is not None and of_run.metric == metric
         ]
-        drawn.append(charts.lines(f"{task} {metric}", curves, x_label="tokens"))
+        drawn.append(charts.Lines(f"{task} {metric}", curves, x_label="tokens"))
     return [html.section("Scores over tokens", drawn, "Bands are one standard error.")] if drawn else []
 
 

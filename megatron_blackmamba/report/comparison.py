@@ -1,5 +1,6 @@
 """Runs side by side: what differs in their configs, and losses, speed and scores at equal tokens and equal FLOPs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.evaluations import Evaluation, read_run
 from megatron_blackmamba.plan import flops
+from megatron_blackmamba.registry import UnknownKind
 from megatron_blackmamba.report.history import History, ReportError, Series, read_history, weighted_mean
 
 RESAMPLES = 10_000
@@ -24,6 +26,7 @@ class Compared:
 
     history: History
     flops_per_token: float
+    """NaN if no module here defines a kind of its layers."""
     scores: Evaluation | None
     """Of its last evaluated checkpoint."""
     scored: Sequence[Evaluation]
@@ -72,14 +75,14 @@ class Compared:
             return float(np.interp(place, where, losses)), 1
         return float(near.mean()), len(near)
 
-    def validated_at(self, axis: str, place: float) -> bool:
-        """Return whether a validation loss was measured at a place on an axis."""
-        where, _ = self._whole_way(axis, _validation)
+    def validated_at(self, axis: str, place: float, bits: bool = False) -> bool:
+        """Return whether a validation loss, or its bits per byte, was measured at a place on an axis."""
+        where, _ = self._whole_way(axis, _bits if bits else _validation)
         return bool(np.isclose(where, place, rtol=1e-9).any())
 
     def validation_at(self, axis: str, place: float, bits: bool = False) -> float:
         """Return the validation loss, or its bits per byte, at a place; interpolated; NaN beyond what was measured."""
-        where, losses = self._whole_way(axis, (lambda run: run.bits_per_byte) if bits else _validation)
+        where, losses = self._whole_way(axis, _bits if bits else _validation)
         if not len(where):
             return float("nan")
         return float(np.interp(place, where, losses, left=np.nan, right=np.nan))
@@ -130,6 +133,10 @@ def _validation(run: Compared) -> Series | None:
     return run.validation
 
 
+def _bits(run: Compared) -> Series | None:
+    return run.bits_per_byte
+
+
 def compared(
     history: History,
     scores: Sequence[Evaluation] = (),
@@ -137,7 +144,10 @@ def compared(
     bits_per_byte: Series | None = None,
 ) -> Compared:
     config = RunConfig.model_validate(history.config)
-    per_token = float(flops.training(config.model, config.data.sequence_length))
+    try:
+        per_token = float(flops.training(config.model, config.data.sequence_length))
+    except UnknownKind:
+        per_token = math.nan
     return Compared(history, per_token, scores[-1] if scores else None, scores, validation, bits_per_byte)
 
 

@@ -63,7 +63,7 @@ def _sources(groups: Sequence[Group]) -> str:
     return html.table(columns, rows)
 
 
-def _lengths(groups: Sequence[Group]) -> list[str]:
+def _lengths(groups: Sequence[Group]) -> list[charts.Bars]:
     drawn = []
     for some in _together(groups):
         counts = [group.lengths.counts.tolist() + [0] * 32 for group in some]
@@ -73,7 +73,7 @@ def _lengths(groups: Sequence[Group]) -> list[str]:
             group.name: [row[power] / max(1, group.lengths.documents) for power in powers]
             for group, row in zip(some, counts, strict=True)
         }
-        drawn.append(charts.bars("Share of the documents, by tokens", names, shares))
+        drawn.append(charts.Bars("Share of the documents, by tokens", names, shares))
     return drawn
 
 
@@ -92,7 +92,7 @@ def _together(groups: Sequence[Group]) -> list[Sequence[Group]]:
     return [groups[first : first + _DRAWN_TOGETHER] for first in range(0, len(groups), _DRAWN_TOGETHER)]
 
 
-def _languages(corpus: Corpus) -> list[str]:
+def _languages(corpus: Corpus) -> list[charts.Bars]:
     drawn = []
     for some in _together(corpus.groups):
         total = sum((group.languages for group in some), Counter[str]())
@@ -100,7 +100,7 @@ def _languages(corpus: Corpus) -> list[str]:
         shares = {
             group.name: [group.languages[name] / max(1, group.languages.total()) for name in names] for group in some
         }
-        drawn.append(charts.bars(f"Share of the documents, by {corpus.by}", names, shares))
+        drawn.append(charts.Bars(f"Share of the documents, by {corpus.by}", names, shares))
     return drawn
 
 

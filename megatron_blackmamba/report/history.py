@@ -23,7 +23,7 @@ from megatron_blackmamba.formats.events import (
     read_events,
     still_valid,
 )
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.run_folder import RunFolder, near
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.training.metrics import metric_of
 
@@ -166,6 +166,8 @@ def _read_run(run: Path, until: int | None = None) -> History:
     if not folder.config.is_file():
         if launched(folder):
             raise ReportError(f"{run} was launched but has not begun: look at squeue --me and {folder.logs}")
+        if not run.is_dir():
+            raise ReportError(f"{run}: no such folder{near(run)} Name a run, such as runs/tiny")
         inside = [path.parent for path in sorted(run.glob(f"*/{folder.metrics.name}"))]
         hint = f"did you mean {inside[0]}?" if inside else "Name a folder such as runs/tiny"
         raise ReportError(f"{run} is not a run: it has no {folder.config.name}. {hint}")
@@ -181,7 +183,7 @@ def _read_run(run: Path, until: int | None = None) -> History:
     return History(
         name=run.resolve().name,
         folder=folder,
-        config=read_saved(folder.config).model_dump(mode="json", by_alias=True),
+        config=read_saved(folder.config, known_kinds=False).model_dump(mode="json", by_alias=True),
         plan=json.loads(folder.data_plan.read_bytes()) if folder.data_plan.is_file() else {},
         steps=recorded.steps,
         scalars={name: Series(np.array(steps), np.array(values)) for name, (steps, values) in recorded.scalars.items()},

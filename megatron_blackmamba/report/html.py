@@ -6,6 +6,7 @@ from html import escape
 from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.report import interactive
+from megatron_blackmamba.report.charts import Chart
 from megatron_blackmamba.report.style import STYLE
 
 
@@ -20,10 +21,11 @@ def page(title: str, header: str, sections: Sequence[str], footer: str) -> str:
     )
 
 
-def section(title: str, figures: Sequence[str], words: str = "") -> str:
+def section(title: str, figures: Sequence[Chart], words: str = "") -> str:
     """Return a heading, words and charts."""
     paragraph = f"<p>{escape(words)}</p>" if words else ""
-    return f'<section><h2>{escape(title)}</h2>{paragraph}<div class="figures">{"".join(figures)}</div></section>'
+    drawn = "".join(figure.html() for figure in figures)
+    return f'<section><h2>{escape(title)}</h2>{paragraph}<div class="figures">{drawn}</div></section>'
 
 
 def details(title: str, text: str) -> str:

@@ -9,7 +9,7 @@ from megatron_blackmamba.evaluation.table import by_length
 from megatron_blackmamba.evaluation.tasks import LENGTH
 from megatron_blackmamba.formats.evaluations import Evaluation, TaskResult
 from megatron_blackmamba.report import charts, html
-from megatron_blackmamba.report.charts import Line
+from megatron_blackmamba.report.charts import Chart, Line
 
 LOSS, *RETRIEVAL = LENGTH
 WORDS = (
@@ -28,19 +28,31 @@ def section(found: Mapping[str, Evaluation | None]) -> str:
         for task in RETRIEVAL
         if task in tasks
     ]
-    drawn = [by_position(losses)] if losses else []
+    drawn = by_position(losses)
     words = "Of each cell: answers written greedily, and how many bits likelier the answer is than beside another fact."
     below = f"<p>{words}</p>{''.join(tables)}" if tables else ""
     return html.section("Length", drawn, WORDS if drawn else "") + below if drawn or tables else ""
 
 
-def by_position(losses: Mapping[str, TaskResult]) -> str:
-    """Draw the loss by position, a colour for each model; in nats per token if a tokenizer tells no bytes."""
+def by_position(losses: Mapping[str, TaskResult]) -> list[Chart]:
+    """Draw the loss by position, and less that in windows; in nats per token if a tokenizer tells no bytes."""
     known = all("bits_per_byte" in row for result in losses.values() for row in result.rows)
     unit = "bits_per_byte" if known else "nats_per_token"
-    curves = []
+    curves, beyond = [], []
     for i, (name, result) in enumerate(losses.items()):
-        places = np.log2([row["to"] for row in result.rows])
-        for key, shown, dashed in ((unit, name, False), (f"window_{unit}", f"{name}, in windows", True)):
-            curves.append(Line(shown, places, np.array([row[key] for row in result.rows]), colour=i, dashed=dashed))
-    return charts.lines(f"Loss by position, {unit.replace('_', ' ')}", curves, x_label="position, log2")
+        places = [row["to"] for row in result.rows]
+        read, windows = (np.array([row[key] for row in result.rows]) for key in (unit, f"window_{unit}"))
+        curves += [
+            Line(name, places, read, colour=i),
+            Line(f"{name}, in windows", places, windows, colour=i, dashed=True),
+        ]
+        beyond.append(Line(name, places, read - windows, colour=i))
+    said = unit.replace("_", " ")
+    return (
+        [
+            charts.Lines(f"Loss by position, {said}", curves, x_label="position", log=True),
+            charts.Lines(f"The same less that in windows, {said}", beyond, x_label="position", log=True),
+        ]
+        if losses
+        else []
+    )

@@ -17,7 +17,7 @@ from megatron_blackmamba.config import ConfigError, read_saved
 from megatron_blackmamba.formats import step_records
 from megatron_blackmamba.formats.branches import trunk_of
 from megatron_blackmamba.formats.evaluations import read_run
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.run_folder import RunFolder, near
 from megatron_blackmamba.report.charts import short
 from megatron_blackmamba.report.history import ReportError
 from megatron_blackmamba.report.state import TAIL, Queue, state_of
@@ -39,7 +39,7 @@ class Overview:
 
     name: str
     state: str
-    """launched, not started, training, finished, requeue (saved, start it again), stopped, gave up or failed."""
+    """launched, not started, training, finished, requeue (its job goes on), stopped, gave up or failed."""
     step: int | None = None
     steps: int | None = None
     tokens: int | None = None
@@ -61,7 +61,7 @@ class Overview:
 def overviews(folder: Path) -> list[Overview]:
     """Return the runs in a folder, or the one that it is."""
     if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder. Name a folder of runs, such as runs")
+        raise ReportError(f"{folder}: no such folder{near(folder)} Name a folder of runs, such as runs")
     queue = Queue()
     if _is_run(folder):
         run = _overview(RunFolder(folder), folder.resolve().name, queue)
@@ -131,7 +131,7 @@ def _overview(run: RunFolder, name: str, queue: Queue) -> Overview:
 
 def _steps_left(run: RunFolder, last: dict[str, Any]) -> int | None:
     try:
-        config = read_saved(run.config)
+        config = read_saved(run.config, known_kinds=False)
     except ConfigError:
         return None
     return config.steps_left(last.get("consumed_samples", 0))

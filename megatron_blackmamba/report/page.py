@@ -12,7 +12,7 @@ import yaml
 from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.report import charts, html, length
-from megatron_blackmamba.report.charts import Line, Mark
+from megatron_blackmamba.report.charts import Chart, Line, Mark
 from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.report.scores import points
 from megatron_blackmamba.training.metrics import metric_of
@@ -53,7 +53,13 @@ def render(history: History) -> str:
     return html.page(title, header, sections, _footer(history))
 
 
-def loss(history: History) -> str:
+def pictures(history: History) -> dict[str, list[Chart]]:
+    """Return the main charts by the name of their file."""
+    shares = [chart for chart in experts(history) if isinstance(chart, charts.Shares)]
+    return {"loss": [loss(history), *source_losses(history)], "experts": shares, "mixture": [mixture(history)]}
+
+
+def loss(history: History) -> Chart:
     curves = [_curve("training", history.scalars["loss"], 0)] if "loss" in history.scalars else []
     validation = history.validation_loss
     if validation is not None:
@@ -62,10 +68,10 @@ def loss(history: History) -> str:
         curves.append(replace(_curve(f"trunk {trunk.name}", trunk.scalars["loss"], 0), thin=True, low=None, high=None))
         if (validation := trunk.validation_loss) is not None:
             curves.append(replace(_through(f"trunk {trunk.name}, validation", validation, colour=1), thin=True))
-    return charts.lines("Loss", curves, marks(history))
+    return charts.Lines("Loss", curves, marks(history))
 
 
-def source_losses(history: History) -> list[str]:
+def source_losses(history: History) -> list[Chart]:
     losses = history.of("source/loss/*")
     if len(losses) < 2:
         return []
@@ -73,23 +79,23 @@ def source_losses(history: History) -> list[str]:
     for i, (name, series) in enumerate(losses.items()):
         thinned = thin(series.step, series.value, SOURCE_POINTS)
         curves.append(Line(name, thinned.x, thinned.mean, colour=i))
-    drawn = [charts.lines("Loss by source", curves)]
+    drawn: list[Chart] = [charts.Lines("Loss by source", curves)]
     validation = [
         _through(name, series, colour=list(losses).index(name))
         for name, series in history.of("validation/loss/*").items()
         if name in losses
     ]
-    return [*drawn, charts.lines("Validation loss by source", validation)] if validation else drawn
+    return [*drawn, charts.Lines("Validation loss by source", validation)] if validation else drawn
 
 
-def bits_per_byte(history: History) -> list[str]:
+def bits_per_byte(history: History) -> list[Chart]:
     """Return a chart of validation in bits per byte: of the mixture, and of its sources."""
     if history.bits_per_byte is None:
         return []
     sources = history.of("validation/bits_per_byte/*")
     curves = [_through("mixture", history.bits_per_byte, colour=0)]
     curves += [_through(name, series, colour=i) for i, (name, series) in enumerate(sources.items(), 1)]
-    return [charts.lines("Validation, bits per byte", curves[: 1 if len(sources) == 1 else None])]
+    return [charts.Lines("Validation, bits per byte", curves[: 1 if len(sources) == 1 else None])]
 
 
 def evaluations(history: History) -> str:
@@ -108,26 +114,26 @@ def evaluations(history: History) -> str:
             theirs = row.score(task)
             if theirs is not None:
                 curves.append(Line(f"{row.label}, paper", ends, [theirs, theirs], colour=i + 1, dashed=True))
-        drawn.append(charts.lines(task, curves, x_label="tokens"))
+        drawn.append(charts.Lines(task, curves, x_label="tokens"))
     words = "Bands are one standard error; dashed lines are the paper's final scores. BoolQ has no figure in the paper."
     return html.section("Scores", drawn, words) + html.scores(found[-1]) + length.section({history.name: found[-1]})
 
 
-def mixture(history: History) -> str:
+def mixture(history: History) -> Chart:
     planned, achieved = history.planned, history.achieved
     names = list(achieved)
     groups = {
         "planned": [planned.get(name, 0.0) for name in names],
         "achieved": [achieved[name] for name in names],
     }
-    return charts.bars("Share of the samples", names, groups)
+    return charts.Bars("Share of the samples", names, groups)
 
 
-def experts(history: History) -> list[str]:
+def experts(history: History) -> list[Chart]:
     loads = history.of("experts/*/max_over_mean")
     shares = {layer: expert_shares(history, layer) for layer in loads}
     if not loads:
-        return [charts.empty("Tokens by expert")]
+        return [charts.Lines("Tokens by expert", [])]
     last = np.array([shares[layer][-1] for layer in loads])
     curves = [
         Line(f"layer {layer}", series.step[_some_rows(series.step)], series.value[_some_rows(series.step)], colour=i)
@@ -135,15 +141,15 @@ def experts(history: History) -> list[str]:
         if layer in _some(list(loads))
     ]
     step = int(next(iter(loads.values())).step[-1])
-    drawn = [
-        charts.shares_by_layer(f"At step {step:,}, by layer", [f"layer {layer}" for layer in loads], last),
-        charts.lines("Busiest expert over the mean", curves, zero=True),
+    drawn: list[Chart] = [
+        charts.Shares(f"At step {step:,}, by layer", [f"layer {layer}" for layer in loads], last),
+        charts.Lines("Busiest expert over the mean", curves, zero=True),
     ]
     for layer in _some(list(loads)):
         rows = _some_rows(shares[layer])
         names = [f"expert {i}" for i in range(shares[layer].shape[1])]
         title = f"Layer {layer}, over training"
-        drawn.append(charts.stacked(title, loads[layer].step[rows].tolist(), shares[layer][rows], names))
+        drawn.append(charts.Stacked(title, loads[layer].step[rows].tolist(), shares[layer][rows], names))
     return drawn
 
 
@@ -154,12 +160,12 @@ def expert_shares(history: History, layer: str) -> np.ndarray:
     return np.stack([values.value for values in series], axis=1)
 
 
-def others(history: History) -> list[str]:
+def others(history: History) -> list[Chart]:
     """Return a chart of every metric that no other section shows, a line for each of its keys."""
     groups: dict[str, list[str]] = {}
     for name in history.scalars:
         groups.setdefault(metric_of(name).name, []).append(name)
-    drawn: list[str] = []
+    drawn: list[Chart] = []
     for metric in sorted(map(metric_of, groups), key=lambda metric: metric.order):
         if metric.in_report and metric.name not in SHOWN_ELSEWHERE:
             lines = [
@@ -167,7 +173,7 @@ def others(history: History) -> list[str]:
                 for i, name in enumerate(groups[metric.name])
             ]
             if any(len(line.x) for line in lines):
-                drawn.append(charts.lines(metric.title, lines, zero=metric.from_zero))
+                drawn.append(charts.Lines(metric.title, lines, zero=metric.from_zero))
     return drawn
 
 

@@ -36,7 +36,7 @@ class State:
     """The state of a run, and what is wrong with it."""
 
     name: str
-    """launched, not started, training, finished, requeue (saved, start it again), stopped, gave up or failed."""
+    """launched, not started, training, finished, requeue (its job goes on), stopped, gave up or failed."""
     problem: str | None = None
 
 
@@ -62,8 +62,8 @@ def state_of(run: RunFolder, step_seconds: float, queue: Queue) -> State:
         return State("training", _unrecorded(run, step_seconds))
     if run.failed.exists():
         return State("failed", run.failed.read_text(errors="replace").strip() or "its last job failed")
-    if run.requeue.exists():
-        return State("requeue")
+    if run.requeue.exists():  # only a job goes on by itself
+        return State("requeue" if (run.logs / "running_job").exists() else "stopped")
     if launched(run) and not run.metrics.exists():
         return _before_training(run, queue)
     kinds = [event["kind"] for event in records_in(run.events, events.parse_line, TAIL)]

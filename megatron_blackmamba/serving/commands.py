@@ -44,7 +44,7 @@ def chat(
     try:
         from megatron_blackmamba.serving.app import Settings, create_app, create_server
     except ImportError:
-        raise ServingError("starlette or uvicorn is missing: pip install 'megatron-blackmamba[chat]'") from None
+        raise ServingError("starlette or uvicorn is missing: pip install -e '.[chat]'") from None
     from megatron_blackmamba.inference import load
     from megatron_blackmamba.interchange.commands import torch_dtype
     from megatron_blackmamba.serving.completion import Limits

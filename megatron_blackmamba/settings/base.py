@@ -1,10 +1,11 @@
 """The base of every section, and the error that every config raises."""
 
 import os
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
+from megatron_blackmamba.settings.rules import Rule
 from megatron_blackmamba.settings.values import listed, number
 
 
@@ -33,6 +34,8 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+    rule: ClassVar[Rule | None] = None
+    """The rule of the section's keys on resume, except those whose annotation names another."""
 
     @model_validator(mode="before")
     @classmethod

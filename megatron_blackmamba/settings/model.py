@@ -1,12 +1,13 @@
 """The architecture of the model: the `model:` section of a run file."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megatron_blackmamba.settings.base import Section
+from megatron_blackmamba.settings.rules import FIXED, FIXED_IN_RUN, LOSS_WEIGHT
 
 Activation = Literal["silu", "gelu", "relu2"]
 WIDEST = 2**24
@@ -16,6 +17,8 @@ WIDEST = 2**24
 class RouterConfig(Section):
     """The router, which assigns tokens to experts. A router kind refuses keys that it does not read."""
 
+    rule = FIXED
+
     kind: str = "sinkhorn"
     """sinkhorn: balanced choice in training, sigmoid(logit) scales the output (the paper).
     sinkhorn_bias: the same in training; in inference the mean bias of its plan goes on choosing.
@@ -24,13 +27,13 @@ class RouterConfig(Section):
     quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.
     expert_choice: in training each expert takes its best tokens, so training is not causal.
     hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
-    iterations: int | Literal["auto"] = 1
+    iterations: Annotated[int | Literal["auto"], FIXED_IN_RUN] = 1
     """Sinkhorn iterations in training. With start=balanced, one is enough at the logit scales of the paper's training.
     auto: one to 16, until no expert has more than 1.2 times its share; for high learning rates.
     0 with start=uniform: no balance, tokens go where they do in inference."""
-    temperature: float = Field(2.0, gt=0)
+    temperature: Annotated[float, FIXED_IN_RUN] = Field(2.0, gt=0)
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
-    start: Literal["balanced", "uniform"] = "balanced"
+    start: Annotated[Literal["balanced", "uniform"], FIXED_IN_RUN] = "balanced"
     """balanced: the paper's initial values, with each expert normalised over the tokens. uniform: the textbook's."""
     scope: Literal["rank", "tensor", "data"] = "tensor"
     """Ranks whose tokens sinkhorn and expert_choice balance together. rank: each rank alone. tensor: the tensor- and
@@ -39,7 +42,7 @@ class RouterConfig(Section):
     """Weight of the load-balancing loss of the softmax router."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Amount by which expert_bias changes the bias of an expert after each step."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: Annotated[float, LOSS_WEIGHT] = Field(0.0, ge=0)
     """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
     bias: bool = True
     """Learn a bias for the logit of each expert. false, as in most other models: none."""
@@ -62,6 +65,8 @@ class RouterConfig(Section):
 class AttentionConfig(Section):
     """Attention layers (`*`), as in the paper's transformer baselines."""
 
+    rule = FIXED
+
     heads: int = Field(16, gt=0)
     """Number of attention heads."""
     kv_heads: int | None = Field(None, gt=0)
@@ -70,7 +75,7 @@ class AttentionConfig(Section):
     """Channels of a head. null: hidden_size / heads."""
     rotary: bool = True
     """Rotate queries and keys by their positions. false: attention has no positions, as in Nemotron-H."""
-    rotary_base: int = Field(10000, gt=0, le=2**53)
+    rotary_base: Annotated[int, FIXED_IN_RUN] = Field(10000, gt=0, le=2**53)
     """Base of the rotary position embedding."""
     across_documents: bool = False
     """Attend to earlier documents also where model.eod_reset ends states. true: as in versions before 0.3."""
@@ -80,6 +85,8 @@ class AttentionConfig(Section):
 
 class Mamba2Config(Section):
     """Mamba-2 layers (`S`); they share `expand` and `conv_kernel` with Mamba-1 layers."""
+
+    rule = FIXED
 
     heads: int | None = Field(None, gt=0, le=WIDEST)
     """Number of heads. null: expand × hidden_size / head_dim."""
@@ -95,6 +102,8 @@ class Mamba2Config(Section):
 
 class Mamba3Config(Section):
     """Mamba-3 layers (`R`); they share `expand` with Mamba-1 layers and have no convolution."""
+
+    rule = FIXED
 
     head_dim: int = Field(64, gt=0)
     """Channels of a head; expand × hidden_size is divided into heads."""
@@ -114,6 +123,8 @@ class Mamba3Config(Section):
 
 class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
+
+    rule = FIXED
 
     std: float = Field(0.02, gt=0)
     """Standard deviation of the initial weights."""
@@ -136,6 +147,8 @@ class InitConfig(Section):
 class MultipliersConfig(Section):
     """Constant factors inside the model, named as in Granite."""
 
+    rule = FIXED
+
     embedding: float = Field(1.0, gt=0)
     """Factor of the embeddings (Granite: embedding_multiplier)."""
     residual: float = Field(1.0, gt=0)
@@ -153,6 +166,8 @@ class MupConfig(Section):
     experts and MLPs. Explicit sizes, such as attention.head_dim, are the same.
     """
 
+    rule = FIXED
+
     base_width: int | None = Field(None, gt=0, le=WIDEST)
     """hidden_size of the base model. null: no width transfer."""
     base_heads: int | None = Field(None, gt=0)
@@ -162,15 +177,19 @@ class MupConfig(Section):
 class MtpConfig(Section):
     """Multi-token prediction: an extra depth that predicts the token after the next one, as in DeepSeek-V3."""
 
+    rule = FIXED
+
     pattern: str | None = None
     """Layers of the extra depth, as letters that model.pattern has too. null: no extra depth."""
-    loss: float = Field(0.1, gt=0)
+    loss: Annotated[float, LOSS_WEIGHT] = Field(0.1, gt=0)
     """Weight of its loss (DeepSeek-V3: 0.3, later 0.1)."""
 
 
 class ModelConfig(Section):
     """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, R Mamba-3, E experts,
     * attention, - dense MLP."""
+
+    rule = FIXED
 
     pattern: str
     """One letter for each layer: M Mamba, S Mamba-2, R Mamba-3, E experts, * attention, - dense MLP."""
@@ -212,13 +231,13 @@ class ModelConfig(Section):
     """Added to the variance in every norm."""
     tie_embeddings: bool = True
     """Use the embedding as the output layer too."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: Annotated[float, LOSS_WEIGHT] = Field(0.0, ge=0)
     """Weight of the squared log-sum of each token's output logits in the loss (PaLM: 0.0001). 0: none."""
     logit_softcap: float | None = Field(None, gt=0)
     """Output logits become cap * tanh(logits / cap), as in Gemma 2 (30). null: no cap."""
     mamba_norms: bool = False
     """Normalise what a Mamba layer's scan reads by RMSNorm: dt, B and C as in Jamba; in Mamba-2, B and C by group."""
-    eod_reset: int | None = Field(None, ge=0)
+    eod_reset: Annotated[int | None, FIXED_IN_RUN] = Field(None, ge=0)
     """Id of the end-of-document token after which state and convolution restart.
     null, as in the paper: states run across documents."""
     router: RouterConfig = RouterConfig()

@@ -1,14 +1,31 @@
 """The optimizer's section of a run's config: the update of the weights, and the schedule of the learning rate."""
 
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megatron_blackmamba.settings.base import Section
+from megatron_blackmamba.settings.rules import BY_NAME, FIXED
+
+SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda part: 1.0 - part,
+    "cosine": lambda part: 0.5 * (math.cos(math.pi * part) + 1.0),
+    "sqrt": lambda part: 1.0 - math.sqrt(part),
+    "exponential": lambda part: 2.0 * math.pow(0.5, part) - 1.0,
+}
+"""Shape of a decay → what is left of the learning rate above its minimum, by the part of the decay that is done."""
+if TYPE_CHECKING:
+    Shape = str
+else:
+    Shape = Literal[tuple(SHAPES)]
 
 
 class GroupConfig(Section):
     """Factors of one kind of parameter."""
+
+    rule = BY_NAME
 
     learning_rate: float = Field(1.0, ge=0)
     """Factor of the learning rate, over the whole schedule; 0 leaves these weights as they are."""
@@ -18,6 +35,8 @@ class GroupConfig(Section):
 
 class GroupsConfig(Section):
     """Factors of learning rate and weight decay by kind of parameter."""
+
+    rule = BY_NAME
 
     embedding: GroupConfig = GroupConfig()
     """The embedding, which is the output layer too unless model.tie_embeddings=false."""
@@ -38,13 +57,15 @@ class GroupsConfig(Section):
 class OptimizerConfig(Section):
     """The update of the weights."""
 
-    kind: str = "adamw"
+    rule = BY_NAME
+
+    kind: Annotated[str, FIXED] = "adamw"
     """adamw: Adam with decoupled weight decay (the paper's). sgd: gradient descent with momentum.
     muon: matrices by orthogonalized momentum, the rest by Adam."""
     learning_rate: float = Field(2e-4, gt=0)
     """Largest learning rate, reached at the end of the warm-up."""
     min_learning_rate: float = Field(2e-5, ge=0)
-    """Learning rate of the last step."""
+    """Learning rate at the end of the decay; decay=constant does not read it."""
     warmup_fraction: float = Field(0.01, ge=0, lt=1)
     """Part of the run over which the learning rate rises linearly from 0."""
     warmup_tokens: int | None = Field(None, ge=0)
@@ -55,7 +76,7 @@ class OptimizerConfig(Section):
     """Part of the run over which wsd decays."""
     decay_tokens: int | None = Field(None, gt=0)
     """Tokens over which wsd decays. null: decay_fraction decides."""
-    decay_shape: Literal["linear", "cosine", "sqrt", "exponential"] = "linear"
+    decay_shape: Shape = "linear"
     """Shape of the decay of wsd. sqrt: 1 - sqrt(part of the decay). exponential: halves, then goes to the minimum."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """Decay rate of Adam's first moment."""
@@ -77,7 +98,7 @@ class OptimizerConfig(Section):
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 switches clipping off."""
-    distributed: bool = True
+    distributed: Annotated[bool, FIXED] = True
     """Shard the optimizer state over the data-parallel group."""
     groups: GroupsConfig = GroupsConfig()
     """Factors of learning rate and weight decay by kind of parameter."""

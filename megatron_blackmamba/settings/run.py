@@ -1,16 +1,16 @@
 """The config of a run: every section except `model:`, and checks of invalid combinations."""
 
-import math
 import unicodedata
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from megatron_blackmamba.settings.base import Section, UserPath
 from megatron_blackmamba.settings.model import ModelConfig
 from megatron_blackmamba.settings.optimizer import OptimizerConfig
+from megatron_blackmamba.settings.rules import BY_NAME, FIXED, FIXED_IN_RUN, OTHER, OTHER_DATA, ROUNDED, SAME
+from megatron_blackmamba.settings.schedule import Scheduled
 
 LONGEST_NAME = 200
 """Bytes. File systems take 255 for the name of a folder."""
@@ -18,6 +18,8 @@ LONGEST_NAME = 200
 
 class ParallelConfig(Section):
     """The parallel layout of the model; the rest of the world is data-parallel."""
+
+    rule = ROUNDED
 
     tensor: int = Field(1, ge=1)
     """Tensor parallelism; above 1, sequence parallelism is on."""
@@ -34,6 +36,8 @@ class ParallelConfig(Section):
 class SyntheticConfig(Section):
     """A seeded, learnable source: no files needed."""
 
+    rule = FIXED
+
     sources: int = Field(3, ge=1)
     """Number of sources."""
     order: int = Field(2, ge=1)
@@ -41,19 +45,19 @@ class SyntheticConfig(Section):
 
 
 class DataConfig(Section):
-    kind: Literal["synthetic", "mixture"] = "synthetic"
+    kind: Annotated[Literal["synthetic", "mixture"], FIXED] = "synthetic"
     """synthetic: generated tokens. mixture: the token shards of data.mixture."""
-    mixture: UserPath | None = None
+    mixture: Annotated[UserPath | None, OTHER_DATA] = None
     """The mixture file, when kind is mixture; relative to the file that names it."""
-    sequence_length: int = Field(2048, gt=0)
+    sequence_length: Annotated[int, FIXED_IN_RUN] = Field(2048, gt=0)
     """Tokens per sequence."""
-    seed: int = 1234
+    seed: Annotated[int, FIXED] = 1234
     """Seed of the order of the samples."""
-    workers: int = Field(2, ge=0, le=1024)
+    workers: Annotated[int, SAME] = Field(2, ge=0, le=1024)
     """Number of threads that prefetch samples."""
-    verify_rate: float = Field(100.0, ge=0)
+    verify_rate: Annotated[float, SAME] = Field(100.0, ge=0)
     """Megabytes per second that each rank reads to compare the shards with their manifests; 0 switches this off."""
-    mask_first_token: bool = False
+    mask_first_token: Annotated[bool, FIXED_IN_RUN] = False
     """Exclude each document's first token from the training loss: the text before it is another document's."""
     synthetic: SyntheticConfig = SyntheticConfig()
     """Settings of synthetic data."""
@@ -68,25 +72,25 @@ class DataConfig(Section):
 class GuardConfig(Section):
     """Reactions to a bad step."""
 
-    max_bad_steps: int = Field(5, ge=1)
+    max_bad_steps: Annotated[int, SAME] = Field(5, ge=1)
     """Stop after this many steps in a row with a loss or gradient that is not finite. Spikes never stop a run."""
-    spike: Literal["off", "warn", "skip", "rewind"] = "warn"
+    spike: Annotated[Literal["off", "warn", "skip", "rewind"], OTHER] = "warn"
     """What to do about a spike. `rewind` also rewinds if a step is not finite or if replicas differ."""
-    spike_deviations: float = Field(8.0, gt=0)
+    spike_deviations: Annotated[float, OTHER] = Field(8.0, gt=0)
     """A spike: a loss this many median absolute deviations above the running median."""
-    spike_window: int = Field(128, ge=8)
+    spike_window: Annotated[int, OTHER] = Field(128, ge=8)
     """Number of latest steps over which the median loss is taken."""
-    max_spikes: int = Field(5, ge=2)
+    max_spikes: Annotated[int, OTHER] = Field(5, ge=2)
     """After this many spikes in a row, or rewinds to one checkpoint, the higher loss becomes the baseline."""
-    rewind_batches: int = Field(1, ge=1)
+    rewind_batches: Annotated[int, OTHER] = Field(1, ge=1)
     """Batches that a rewind skips: the one that spiked, and those before it, at most back to the checkpoint."""
-    replicas_every: int = Field(100, ge=0)
+    replicas_every: Annotated[int, SAME] = Field(100, ge=0)
     """Steps between comparisons of replicated weights, which also precede every save; 0: none."""
-    slow_ratio: float = Field(1.3, gt=1)
+    slow_ratio: Annotated[float, SAME] = Field(1.3, gt=1)
     """A rank is slow if its own time is this many times the median of the other ranks."""
-    slow_steps: int = Field(50, ge=1)
+    slow_steps: Annotated[int, SAME] = Field(50, ge=1)
     """Number of steps over which the times of ranks are compared."""
-    hang_seconds: float = Field(600.0, ge=1)
+    hang_seconds: Annotated[float, SAME] = Field(600.0, ge=1)
     """Seconds without progress after which every rank writes a report and exits with 70."""
 
 
@@ -100,40 +104,40 @@ class RampStage(Section):
 
 
 class TrainingConfig(Section):
-    tokens: int = Field(gt=0)
+    tokens: Annotated[int, BY_NAME] = Field(gt=0)
     """Tokens of the whole run, which stops after the first full batch that reaches this number."""
-    global_batch: int = Field(gt=0)
+    global_batch: Annotated[int, BY_NAME] = Field(gt=0)
     """Sequences per step, over all ranks."""
-    batch_ramp: list[RampStage] = Field([])
+    batch_ramp: Annotated[list[RampStage], BY_NAME] = Field([])
     """Smaller batches at the beginning, such as [{batch: 256, until: 10B}, {batch: 512, until: 30B}]."""
-    micro_batch: int = Field(1, gt=0)
+    micro_batch: Annotated[int, OTHER] = Field(1, gt=0)
     """Sequences that a rank processes at once; it accumulates gradients over its share of the batch."""
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    precision: Annotated[Literal["bf16", "fp32", "fp64"], FIXED] = "bf16"
     """Precision of weights and activations. fp64 is for comparing runs on CPUs: slow, and refused on GPUs."""
-    seed: int = 1234
+    seed: Annotated[int, FIXED] = 1234
     """Seed of the initial weights."""
-    ema: float = Field(0.0, ge=0, lt=1)
+    ema: Annotated[float, OTHER] = Field(0.0, ge=0, lt=1)
     """Decay rate per step of a moving average of the weights, saved in checkpoints for `--ema`; 0: no average."""
-    recompute: Literal["none", "experts", "layers"] = "none"
+    recompute: Annotated[Literal["none", "experts", "layers"], SAME] = "none"
     """What the backward pass recomputes to save memory: nothing, the experts or whole layers."""
-    overlap: bool = True
+    overlap: Annotated[bool, SAME] = True
     """Reduce gradients and gather parameters while computing."""
-    bucket_size: int | None = Field(None, ge=1)
+    bucket_size: Annotated[int | None, SAME] = Field(None, ge=1)
     """Smallest number of parameters that `overlap` exchanges at once.
     null: 40 million, or 1 million per data-parallel rank if that is more."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, ROUNDED] = False
     """Make steps bit-identical on GPUs, at some cost in speed; on CPUs they always are."""
-    evaluate_every: int = Field(0, ge=0)
+    evaluate_every: Annotated[int, SAME] = Field(0, ge=0)
     """Steps between validations; the last step is validated too. 0 disables validation."""
-    evaluate_batches: int = Field(8, ge=1)
+    evaluate_batches: Annotated[int, SAME] = Field(8, ge=1)
     """Number of global batches per source in a validation."""
-    validate_balanced: bool = False
+    validate_balanced: Annotated[bool, SAME] = False
     """Measure the validation loss also with the experts balanced as in training."""
-    router_every: int = Field(10, ge=1)
+    router_every: Annotated[int, SAME] = Field(10, ge=1)
     """Steps between logs of the experts' loads."""
-    stop_after_steps: int | None = Field(None, ge=1)
+    stop_after_steps: Annotated[int | None, OTHER] = Field(None, ge=1)
     """Stop the job at this step. The schedule still follows `tokens`, and the run can be resumed."""
-    profile: tuple[int, int] | None = None
+    profile: Annotated[tuple[int, int] | None, SAME] = None
     """First and last step to trace."""
     guard: GuardConfig = GuardConfig()
     """Reactions to bad steps, slow ranks and hangs."""
@@ -158,6 +162,8 @@ class TrainingConfig(Section):
 
 
 class CheckpointConfig(Section):
+    rule = SAME
+
     every: int = Field(1000, ge=0)
     """Steps between checkpoints; 0: only at the end and when asked to stop."""
     keep_last: int = Field(3, ge=1)
@@ -190,6 +196,8 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """Scores of checkpoints on tasks, measured beside training on a CPU core, in a process of low priority."""
 
+    rule = SAME
+
     every: int = Field(0, ge=0)
     """Steps after which the next checkpoint is scored; so is the last one of the run. 0: none."""
     tasks: str = "paper"
@@ -207,6 +215,8 @@ class EvaluationConfig(Section):
 
 
 class LoggingConfig(Section):
+    rule = SAME
+
     tensorboard: bool = True
     """Write TensorBoard files."""
     wandb: Literal["off", "online", "offline"] = "off"
@@ -218,18 +228,20 @@ class LoggingConfig(Section):
 class KernelsConfig(Section):
     """The implementation of each part of the model. Results agree within rounding, which FP8 makes coarse."""
 
+    rule = ROUNDED
+
     linear: Literal["local", "te", "fp8"] = "local"
     """Linear layers: megatron-core's own (local), Transformer Engine's (te), or products in FP8, also of the experts
-    (fp8; needs an H100 or newer GPU). te has not run. On one H200, fp8 has 0.96 times the speed of local."""
+    (fp8; needs an H100 or newer GPU). te has not run."""
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """megatron-core's exchange of tokens between the ranks that share the experts."""
-    scan: Literal["auto", "reference", "chunked", "cpu", "cuda", "triton", "mamba_ssm"] = "auto"
+    scan: Literal["auto", "reference", "chunked", "cpp", "cuda", "triton", "mamba_ssm"] = "auto"
     """The selective scan; auto: the fastest one that works here."""
     scan_states: Literal["keep", "recompute"] = "keep"
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
     ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
-    cuda_graph: Literal["auto", "off"] = "off"
+    cuda_graph: Annotated[Literal["auto", "off"], SAME] = "off"
     """Experimental: forward and backward pass of a micro-batch as one launch, a CUDA graph (auto). Only runs of one
     process without recomputation. On the one GPU where it was tried, the capture failed; the log says why."""
     if_missing: Literal["stop", "pytorch"] = "stop"
@@ -238,6 +250,8 @@ class KernelsConfig(Section):
 
 class StartConfig(Section):
     """Start of a new run; not read on resume."""
+
+    rule = SAME
 
     from_: UserPath | None = Field(None, alias="from")
     """A checkpoint whose weights start this run, with a fresh optimizer and schedule."""
@@ -256,16 +270,18 @@ class StartConfig(Section):
 class ResumeConfig(Section):
     """The changes allowed to a resumed run, and to the weights of start.from."""
 
+    rule = SAME
+
     allow: list[str] = Field([])
     """Keys that may differ from the resumed checkpoint or from start.from, such as optimizer.learning_rate."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, Scheduled):
     """Everything that defines a run. `blackmamba config FILE` prints it composed."""
 
-    name: str = "run"
+    name: Annotated[str, SAME] = "run"
     """Name of the run and of its folder."""
-    folder: UserPath = "runs"
+    folder: Annotated[UserPath, SAME] = "runs"
     """Folder of runs; the run is stored in FOLDER/NAME."""
     model: ModelConfig
     """Architecture of the model."""
@@ -345,23 +361,6 @@ class RunConfig(Section):
             )
         return self
 
-    def _fits_schedule(self) -> None:
-        """Refuse a decay that does not fit behind the warm-up."""
-        optimizer = self.optimizer
-        warmup, decay = self.warmup_samples, self.decay_samples
-        if optimizer.warmup_tokens is not None and warmup >= self.samples:
-            raise ValueError(
-                f"optimizer.warmup_tokens={optimizer.warmup_tokens} is not less than the run's"
-                f" training.tokens={self.training.tokens}"
-            )
-        if optimizer.decay == "wsd" and warmup + decay > self.samples:
-            length = self.data.sequence_length
-            raise ValueError(
-                f"the decay of {decay * length} tokens does not fit behind the warm-up of {warmup * length} in"
-                f" training.tokens={self.training.tokens}. Shorten it with optimizer.decay_tokens or"
-                " optimizer.decay_fraction."
-            )
-
     def _supports_float64(self) -> None:
         """Refuse fp64 with implementations that would compute in a lower precision."""
         kernels = self.kernels
@@ -374,81 +373,6 @@ class RunConfig(Section):
                 raise ValueError(
                     f"kernels.{key}={scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
                 )
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Return the tokens of a step with training.global_batch."""
-        return self.training.global_batch * self.data.sequence_length
-
-    @property
-    def samples(self) -> int:
-        """Return the number of sequences of the whole run: `tokens`, rounded up to whole sequences."""
-        return -(-self.training.tokens // self.data.sequence_length)
-
-    @property
-    def warmup_samples(self) -> int:
-        if self.optimizer.warmup_tokens is not None:
-            return self.optimizer.warmup_tokens // self.data.sequence_length
-        return int(self.optimizer.warmup_fraction * self.samples)
-
-    @property
-    def decay_samples(self) -> int:
-        """Return the samples of the decay at the end, if optimizer.decay is wsd; at least one."""
-        tokens = self.optimizer.decay_tokens
-        if tokens is not None:
-            return -(-tokens // self.data.sequence_length)
-        return max(1, round(self.optimizer.decay_fraction * (self.samples - self.warmup_samples)))
-
-    @property
-    def batches(self) -> list[int]:
-        """Return the global batches of the run, in order."""
-        return [*(stage.batch for stage in self.training.batch_ramp), self.training.global_batch]
-
-    def batch_at(self, consumed_samples: int) -> int:
-        """Return the global batch of the step after `consumed_samples`."""
-        tokens = consumed_samples * self.data.sequence_length
-        return next((s.batch for s in self.training.batch_ramp if tokens < s.until), self.training.global_batch)
-
-    @property
-    def steps(self) -> int:
-        """Return the number of steps of the whole run, if it uses these batches from the start."""
-        return self.steps_left(0)
-
-    @property
-    def warmup_steps(self) -> int:
-        return sum(steps for _, steps in self._stages(0, self.warmup_samples, round))
-
-    @property
-    def decay_steps(self) -> int:
-        """Return the number of steps of the decay of wsd."""
-        return sum(steps for _, steps in self._stages(self.samples - self.decay_samples, self.samples, round))
-
-    def steps_left(self, consumed_samples: int) -> int:
-        """Return the steps until all samples are consumed; the last batch is complete and may exceed `tokens`."""
-        return sum(steps for _, steps in self.stages_left(consumed_samples))
-
-    def samples_left(self, consumed_samples: int) -> int:
-        """Return the samples of the steps that are left."""
-        return sum(batch * steps for batch, steps in self.stages_left(consumed_samples))
-
-    def stages_left(self, consumed_samples: int) -> list[tuple[int, int]]:
-        """Return the global batches of the steps that are left, in order, each with its number of steps."""
-        return self._stages(consumed_samples, self.samples)
-
-    def _stages(self, first: int, end: int, whole: Callable[[float], int] = math.ceil) -> list[tuple[int, int]]:
-        """Return the global batches and steps from sample `first` to `end`."""
-        found, at = [], first
-        for stage in self.training.batch_ramp:
-            until = min(end, -(-stage.until // self.data.sequence_length))
-            found.append((stage.batch, -(-max(0, until - at) // stage.batch)))
-            at += stage.batch * found[-1][1]
-        found.append((self.training.global_batch, whole(max(0, end - at) / self.training.global_batch)))
-        return [(batch, steps) for batch, steps in found if steps]
-
-    def last_step(self, step: int, consumed_samples: int) -> int:
-        """Return the last step of a job that is at `step`: the end of the run, or training.stop_after_steps."""
-        end = step + self.steps_left(consumed_samples)
-        return min(end, self.training.stop_after_steps or end)
 
 
 def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str:

@@ -1,43 +1,31 @@
 """`blackmamba study`: from a study file to its page, in as many calls as it takes."""
 
+import importlib
 import itertools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.evaluations import TaskResult
+from megatron_blackmamba.report.pictures import write_pictures
 from megatron_blackmamba.settings import Section
-from megatron_blackmamba.study import (
-    afford,
-    differences,
-    evidence,
-    evidence_picture,
-    fits,
-    generation,
-    length,
-    points,
-    routing,
-    tables,
-)
+from megatron_blackmamba.study import afford, generation, length, page
 from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
+from megatron_blackmamba.study.grids import best_rates
 from megatron_blackmamba.study.options import HowToRun
-from megatron_blackmamba.study.page import COLUMNS, render, rows
-from megatron_blackmamba.study.page import tables as page_tables
-from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence
-from megatron_blackmamba.study.results import Result, collect, grouped, read_results, to_json
 from megatron_blackmamba.study.runs import Cell, Study
+from megatron_blackmamba.study.table import Table
 
-SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "tokens/s")
-"""Columns of the table on the terminal."""
+ANALYSIS = "studies.trend"
+"""The analysis of studies on trunks and branches, in the repository alone."""
 
 
 def open_study(name: str, folder: Path | None) -> Study:
@@ -58,13 +46,9 @@ def _decides(config: StudyConfig) -> Section:
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
-    if how.points is not None and not study.config.has_branches:
-        if not how.page_only:
-            raise StudyError("--points is for studies on trunks and branches. Leave it out, or add --page")
-        results = read_results(how.points)
-        show_results(study, results, len(results), how, {})
-        return True
-    known, finished = Evidence.read(how.points) if how.points else None, False
+    if how.points is not None and not how.page_only and not study.config.has_branches:
+        raise StudyError("--points is for studies on trunks and branches. Leave it out, or add --page")
+    known, finished = Evidence.read(how.points, study) if how.points else None, False
     if known is not None and how.page_only:
         if known.name != study.name:
             raise StudyError(f"{how.points} has points of the study {known.name}: blackmamba study {known.name}")
@@ -101,7 +85,7 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
         todo = [cell for cell in left if not cell.done]
         ready = [*itertools.takewhile(lambda cell: not cell.waits, todo)] or [c for c in todo if not c.waits]
         if how.budget is not None and study.config.has_branches and not how.page_only:
-            costs = afford.costs(left, Evidence.of(study, cells, known).points)
+            costs = afford.costs(left, Evidence.of(study, known).points)
             say("; ".join(afford.described(costs, how.budget)))
             ready = [cell for cell in afford.afforded(costs, how.budget) if not cell.waits]
         counted = [cell for cell in left if cell.done] + ready
@@ -117,12 +101,12 @@ def settled(study: Study, known: Evidence | None) -> Study:
         return study
     plain = replace(study, best={})
     grids = [cell for cell in plain.runs(rates) if not cell.waits]
-    found = Evidence.of(plain, grids, known)
+    found = Evidence.of(plain, known, grids)
     left = {(cell.group, cell.size) for cell in grids if not found.has(cell)}
-    best = {key: one for key, one in fits.best_rates(found.points).items() if key not in left}
+    best = {key: one for key, one in best_rates(found.points).items() if key not in left}
     for (variant, size), one in best.items():
         if one.at_edge:
-            say(f"{variant}, {size}: the best rate {one.lowest:g} is at an edge of {[*one.tried]}: extend its grid")
+            say(f"{variant}, {size}: the best rate {one.lowest:g} is at an edge of {[*one.losses]}: extend its grid")
     return replace(study, best={key: one.lowest for key, one in best.items() if not one.at_edge})
 
 
@@ -142,66 +126,52 @@ def write_page(study: Study, how: HowToRun, known: Evidence | None, measures: bo
 
     measures: first look at the routers of a study with branches, and time its models. A stop does not wait for that.
     """
-    rates = study.learning_rates()
-    cells = study.runs(rates) if rates else []
-    if study.config.has_branches:
-        if measures:
-            routing.measure(study, cells, say)
-            with working("measuring generation"):
-                generation.measure(study.folder, cells)
-        found = Evidence.of(study, cells, known)
-        found.write(study.folder / points.FILE)
-        return draw(found, study, how)
-    cells = [*study.tuning(), *cells]
-    with working("measuring generation"):
-        generation.measure(study.folder, cells)
-    length.measure(study, cells, say)
-    by_length = length.results(study, cells)
-    results = [collect(cell) for cell in cells if cell.done]
-    atomic.write_json(study.folder / "results.json", to_json(results))
-    total = len(study.tuning()) + len(study.runs(dict.fromkeys(study.config.variants, 1e-3)))
-    return show_results(study, results, total, how, by_length)
-
-
-def show_results(
-    study: Study, results: Sequence[Result], total: int, how: HowToRun, by_length: Mapping[str, TaskResult]
-) -> Path:
-    """Write the page and the pictures of a study of whole runs, and print its tables."""
-    path, runs = study.folder / "study.html", grouped(results, "run")
-    atomic.write_text(path, render(study, results, total, by_length))
-    if how.png is not None:
-        write_pictures(study, results, how.png, dict(by_length))
-    show(runs, grouped(results, "ablation"), path)
-    if how.tables:
-        print("", *(table.markdown() for table in page_tables(runs)), sep="\n")
-    return path
+    cells = study.cells()
+    if measures or not study.config.has_branches:
+        if (analysis := _analysis(study)) is not None:
+            analysis.measure(study, cells, say)
+        with working("measuring generation"):
+            generation.measure(study.folder, cells)
+        length.measure(study, cells, say)
+    found = Evidence.of(study, known)
+    found.write(study.folder / ("points.json" if study.config.has_branches else "results.json"))
+    return draw(found, study, how)
 
 
 def draw(found: Evidence, study: Study, how: HowToRun) -> Path:
-    """Write the page and the picture of a study with branches, and print its summary."""
-    path = study.folder / "study.html"
-    pictured, primary = study.config.pictured, study.config.primary
-    subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
-    shown = replace(found, points=tuple(differences.sealed(found.points, primary)))
-    atomic.write_text(path, evidence.render(shown, subjects))
+    """Write the page and the pictures of what is finished, and print what it says."""
+    path, analysis = study.folder / "study.html", _analysis(study)
+    report = (analysis or page).report(study, found)
+    atomic.write_text(path, page.render(study, found, report))
     if how.png is not None:
-        evidence_picture.write_picture(shown, pictured, how.png)
-    _, *said = evidence.summary(shown)
-    print(evidence.progress(found), *said, *evidence.decisions(found, primary), path, sep="\n")
+        write_pictures(how.png, report.pictures)
+    for part in report.said:
+        (print if isinstance(part, str) else Console().print)(part)
+    print(path)
+    if analysis is None and study.config.has_branches:
+        say("the analysis of such studies is in the folder studies/ of the repository: repeat --page in a clone of it")
     if how.tables:
-        print("", *(table.markdown() for table in tables.every(shown, subjects or [found.first])), sep="\n")
+        print("", *(part.markdown() for part in report.parts if isinstance(part, Table) and part.rows), sep="\n")
     return path
 
 
-def show(runs: Sequence, ablations: Sequence, page: Path) -> None:
-    """Print the results; the table fits a terminal of 80 columns, and the page has the other columns."""
-    table = Table(*SHOWN, box=None, pad_edge=False, header_style="dim")
-    for cells in [*rows(runs), *rows(ablations)]:
-        table.add_row(*(cells[COLUMNS.index(column)] for column in SHOWN))
-    console = Console()
-    if runs:
-        console.print(table)
-    print(page)
+def _analysis(study: Study) -> Any:
+    """Return the module that analyses a study, or None where only the package is installed."""
+    if not study.config.has_branches:
+        return None
+    if (root := str(Path(__file__).resolve().parents[2])) not in sys.path:
+        sys.path.append(root)
+    try:
+        found = importlib.import_module(ANALYSIS)
+    except ModuleNotFoundError as error:
+        if error.name == "scipy":
+            raise StudyError(
+                "the analysis of studies on trunks and branches needs scipy: pip install -e '.[studies]'"
+            ) from None
+        if error.name not in (ANALYSIS, ANALYSIS.partition(".")[0]):
+            raise
+        return None
+    return found if hasattr(found, "report") else None  # or else it is the folder of a study's output
 
 
 def say(line: str) -> None:

@@ -1,178 +1,233 @@
-"""The page of a study, and its table for terminals."""
+"""The page of a study, its tables for terminals, and its pictures."""
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
-from types import MappingProxyType
+from typing import Any
 
 import numpy as np
+import rich.table
 
-from megatron_blackmamba.formats.evaluations import TaskResult
-from megatron_blackmamba.report import charts, html
-from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.study import length
-from megatron_blackmamba.study.results import Group, Result, grouped, mean_of
+from megatron_blackmamba.formats.evaluations import Evaluation
+from megatron_blackmamba.report import charts, html, length
+from megatron_blackmamba.report.charts import Chart, Line, short
+from megatron_blackmamba.study.confidence import half_interval, mean_of
+from megatron_blackmamba.study.points import Evidence, Point, sealed, unique
 from megatron_blackmamba.study.runs import Study
 from megatron_blackmamba.study.table import Table
 
-COLUMNS = (
-    "model", "size", "active parameters", "tokens", "FLOPs", "learning rate", "validation loss", "bits per byte",
-    "experts balanced", "training loss", "tokens/s", "fastest step, tokens/s", "memory",
-)  # fmt: skip
+CELLS: dict[str, Callable[["Group"], str]] = {
+    "model": lambda group: group.name,
+    "size": lambda group: group.size,
+    "active parameters": lambda group: short(group.mean("active")),
+    "tokens": lambda group: short(group.mean("tokens")),
+    "FLOPs": lambda group: f"{group.mean('flops'):.2e}",
+    "learning rate": lambda group: f"{group.points[0].rate:g}",
+    "validation loss": lambda group: group.said("loss"),
+    "bits per byte": lambda group: group.said("bits"),
+    "experts balanced": lambda group: group.said("balanced") if group.points[0].busiest else "–",
+    "training loss": lambda group: group.said("training"),
+    "tokens/s": lambda group: short(group.mean("tokens_per_second")),
+    "fastest step, tokens/s": lambda group: short(max(point.fastest for point in group.points)),
+    "memory": lambda group: f"{group.mean('memory_bytes') / 2**30:.2f} GiB",
+}
+"""The columns of the table of results."""
+SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "tokens/s")
+"""Columns of the table on the terminal, which fits into 80 characters."""
 
 
-def render(
-    study: Study, results: Sequence[Result], total: int, by_length: Mapping[str, TaskResult] = MappingProxyType({})
-) -> str:
+@dataclass(frozen=True)
+class Report:
+    """What the points of a study say."""
+
+    said: Sequence[str | rich.table.Table]
+    """Lines and tables for the terminal."""
+    parts: Sequence[str | Table]
+    """Sections of the page in HTML, and tables, which `--tables` prints too."""
+    pictures: Mapping[str, Sequence[Chart]] = field(default_factory=dict)
+    """By the name of the file, the charts side by side."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The points of a variant or ablation at one size and budget, one for each seed."""
+
+    name: str
+    size: str
+    budget: int
+    points: tuple[Point, ...]
+
+    def values(self, field: str) -> list[float]:
+        """Return a field of all seeds."""
+        return [getattr(point, field) for point in self.points]
+
+    def mean(self, field: str) -> float:
+        """Return the mean of a field over the seeds."""
+        return statistics.fmean(self.values(field))
+
+    def said(self, field: str) -> str:
+        """Return the mean with its 95% interval, or – unless every seed has the field."""
+        values = self.values(field)
+        return "–" if None in values else mean_of(values)
+
+    def differences(self, other: "Group") -> list[float]:
+        """Return this group's validation loss less the other group's, for each seed that both have."""
+        others = {point.seed: point.loss for point in other.points}
+        return [point.loss - others[point.seed] for point in self.points if point.seed in others]
+
+
+def grouped(points: Sequence[Point], kind: str) -> list[Group]:
+    """Return the groups of one kind by size, in the order of the study."""
+    some = [point for point in points if point.kind == kind]
+    sizes, found = unique(some, "size"), {}
+    for point in sorted(some, key=lambda point: sizes.index(point.size)):
+        name = ", ".join([point.variant, *(f"{key}={value}" for key, value in point.changed.items())])
+        found.setdefault((name, point.size, point.budget), []).append(point)
+    return [Group(*key, tuple(members)) for key, members in found.items()]
+
+
+def render(study: Study, found: Evidence, report: Report) -> str:
     """Return the page as one string of HTML."""
-    runs = grouped(results, "run")
-    header = f"<h1>Study: {escape(study.name)}</h1><p>{escape(study.config.about)}</p>{_progress(len(results), total)}"
-    sections = [
-        _against(runs),
-        *(table.html() for table in tables(runs)),
-        html.section("Validation loss over training", _curves(runs), "Each line is one seed."),
-        _ablations(study, results),
-        html.section("Expert balance by layer", _balance(runs), "Busiest expert over the mean; 1 is perfect balance."),
-        length.section(dict(by_length)),
-        _generation(results, study),
-        _tuning(study, results),
-        html.details("Study file", study.config.model_dump_json(indent=2)),
-    ]
+    done, total = len(found.points), found.planned
+    left = "" if done >= total else f"<p>{done} of {total} runs are finished; the same command goes on.</p>"
+    header = f"<h1>Study: {escape(study.name)}</h1><p>{escape(found.about)}</p>{left}"
+    sections = [part.html() if isinstance(part, Table) else part for part in report.parts]
+    sections.append(html.details("Study file", study.config.model_dump_json(indent=2)))
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba study {escape(study.name)}."
     return html.page(f"{study.name} · BlackMamba study", header, sections, footer)
 
 
+def report(study: Study, found: Evidence) -> Report:
+    """Return the results, the differences by seed and what was measured, without the analysis of a question."""
+    points = sealed(found.points, study.config.primary)
+    runs, ablations = grouped(points, "run"), grouped(points, "ablation")
+    largest = {(group.name, group.size): group for group in sorted(runs, key=lambda group: group.budget)}
+    at_end = [group for group in runs if group in largest.values()]
+    against, curves = _against(runs), _curves(at_end)
+    generated = _generation(found.generation)
+    by_length = {name: Evaluation(name, None, (result,)) for name, result in found.by_length.items()}
+    shown = rich.table.Table(*SHOWN, box=None, pad_edge=False, header_style="dim")
+    for group in [*runs, *ablations]:
+        shown.add_row(*(CELLS[column](group) for column in SHOWN))
+    words = "Means over the seeds, ± the 95% confidence interval of the mean."
+    return Report(
+        said=[shown] if runs else [],
+        parts=[
+            html.section("Loss", against, "Bands are 95% confidence intervals over the seeds."),
+            Table("Results", words, [*CELLS], rows(runs)),
+            _differences(runs),
+            html.section("Validation loss over training", curves, "Each line is one seed."),
+            _ablations(study, runs, ablations),
+            html.section(
+                "Expert balance by layer", _balance(at_end), "Busiest expert over the mean; 1 is perfect balance."
+            ),
+            length.section(by_length),
+            html.section(
+                "Generation", generated, "Time of one token after so many, and what the model remembers then."
+            ) if generated else "",
+            _tuning(study, points),
+        ],
+        pictures={
+            "loss": [against[0], *curves[1::2]],
+            "generation": generated[-2:],
+            "length": length.by_position(found.by_length),
+        },
+    )  # fmt: skip
+
+
 def rows(groups: Sequence[Group]) -> list[list[str]]:
     """Return the cells of the table of results."""
-    return [
-        [
-            group.group,
-            group.size,
-            short(group.mean("active")),
-            short(group.mean("tokens")),
-            f"{group.mean('flops'):.2e}",
-            f"{group.results[0].learning_rate:g}",
-            _with_interval(group, "validation"),
-            _with_interval(group, "bits_per_byte") if group.has_bits else "–",
-            _with_interval(group, "balanced") if group.has_balanced else "–",
-            _with_interval(group, "loss"),
-            short(group.mean("tokens_per_second")),
-            short(max(result.fastest for result in group.results)),
-            f"{group.mean('memory_bytes') / 2**30:.2f} GiB",
-        ]
-        for group in groups
-    ]
+    return [[cell(group) for cell in CELLS.values()] for group in groups]
 
 
-def _with_interval(group: Group, field: str) -> str:
-    return mean_of([getattr(result, field) for result in group.results])
-
-
-def _progress(done: int, total: int) -> str:
-    return "" if done >= total else f"<p>{done} of {total} runs are finished; the same command goes on.</p>"
-
-
-def _against(runs: Sequence[Group]) -> str:
-    """Draw loss against FLOPs and against active parameters, a point for each size."""
-    drawn = []
-    for field, label in (("flops", "training FLOPs"), ("active", "active parameters")):
-        curves = []
-        for i, variant in enumerate(dict.fromkeys(group.group for group in runs)):
-            known = [g for g in runs if g.group == variant and math.isfinite(g.mean("validation"))]
-            points = sorted(known, key=lambda g: g.mean(field))
-            mean = np.array([group.mean("validation") for group in points])
-            half = np.array([group.interval("validation") or 0.0 for group in points])
-            x = [group.mean(field) for group in points]
-            curves.append(Line(variant, x, mean, mean - half, mean + half, colour=i))
-        drawn.append(charts.lines(f"Validation loss against {label}", curves, x_label=label))
-    return html.section("Loss", drawn, "Bands are 95% confidence intervals over the seeds.")
-
-
-def tables(runs: Sequence[Group]) -> list[Table]:
-    """Return the results, and the differences of all pairs of a size."""
-    words = "Means over the seeds, ± the 95% confidence interval of the mean."
-    return [Table("Results", words, COLUMNS, rows(runs)), _differences(runs)]
+def _against(runs: Sequence[Group]) -> list[Chart]:
+    """Draw loss against FLOPs and against active parameters, a curve over the sizes or over the budgets of a size."""
+    curves: dict[str, list[Group]] = {}
+    several = len({(group.size, group.budget) for group in runs}) > len({group.size for group in runs})
+    for group in (group for group in runs if math.isfinite(group.mean("loss"))):
+        curves.setdefault(f"{group.name}, {group.size}" if several else group.name, []).append(group)
+    drawn: list[Chart] = []
+    for of, label in (("flops", "training FLOPs"), ("active", "active parameters")):
+        lines = []
+        for i, (name, groups) in enumerate(curves.items()):
+            groups.sort(key=lambda group: group.mean(of))
+            mean = np.array([group.mean("loss") for group in groups])
+            half = np.array([half_interval(group.values("loss")) or 0.0 for group in groups])
+            lines.append(Line(name, [group.mean(of) for group in groups], mean, mean - half, mean + half, colour=i))
+        drawn.append(charts.Lines(f"Validation loss against {label}", lines, x_label=label))
+    return drawn
 
 
 def _differences(runs: Sequence[Group]) -> Table:
     """Compare variants seed by seed, which leaves out what a seed does to all of them."""
     cells = []
     for one, other in itertools.combinations(runs, 2):
-        if one.size == other.size and (values := one.differences(other, "validation")):
+        if (one.size, one.budget) == (other.size, other.budget) and (values := one.differences(other)):
             by_seed = ", ".join(f"{value:+.3f}" for value in values)
-            cells.append([f"{one.group} − {other.group}", other.size, mean_of(values, "+"), by_seed])
+            cells.append([f"{one.name} − {other.name}", other.size, mean_of(values, "+"), by_seed])
     words = "Validation loss of the first model less that of the other, ± the 95% confidence interval of the mean."
     return Table("Differences by seed", words, ("models", "size", "difference", "of each seed"), cells)
 
 
-def _curves(runs: Sequence[Group]) -> list[str]:
-    drawn = []
+def _curves(runs: Sequence[Group]) -> list[Chart]:
+    """Draw the validation losses during training, by tokens and then by FLOPs for each size."""
+    drawn: list[Chart] = []
     for size in dict.fromkeys(group.size for group in runs):
         for at, label in ((0, "tokens"), (1, "training FLOPs")):
             curves = [
-                Line(f"{group.group}, seed {result.seed}", *_columns(result, at), colour=i, dashed=j > 0)
+                Line(f"{group.name}, seed {p.seed}", *_columns(p, at), colour=i, dashed=j > 0)
                 for i, group in enumerate(g for g in runs if g.size == size)
-                for j, result in enumerate(group.results)
+                for j, p in enumerate(group.points)
             ]
-            drawn.append(charts.lines(f"{size}, by {label}", curves, x_label=label))
+            drawn.append(charts.Lines(f"{size}, by {label}", curves, x_label=label))
     return drawn
 
 
-def _columns(result: Result, at: int) -> tuple[list[float], list[float]]:
-    return [point[at] for point in result.curve], [point[2] for point in result.curve]
+def _columns(point: Point, at: int) -> tuple[list[float], list[float]]:
+    return [validated[at] for validated in point.curve], [validated[2] for validated in point.curve]
 
 
-def _ablations(study: Study, results: Sequence[Result]) -> str:
-    groups = grouped(results, "ablation")
-    if not groups:
-        return ""
+def _ablations(study: Study, runs: Sequence[Group], ablations: Sequence[Group]) -> Table:
     changed = {(ablation.of, ablation.size) for ablation in study.config.ablations.values()}
-    base = [group for group in grouped(results, "run") if (group.group, group.size) in changed]
-    return Table("Ablations", "The unchanged model comes first.", COLUMNS, rows([*base, *groups])).html()
+    base = [group for group in runs if ablations and (group.name, group.size) in changed]
+    return Table("Ablations", "The unchanged model comes first.", [*CELLS], rows([*base, *ablations]))
 
 
-def _balance(runs: Sequence[Group]) -> list[str]:
-    drawn = []
-    for group in (group for group in runs if group.results[0].busiest):
-        layers = sorted(map(int, group.results[0].busiest))
+def _balance(runs: Sequence[Group]) -> list[Chart]:
+    drawn: list[Chart] = []
+    for group in (group for group in runs if group.points[0].busiest_by_layer):
+        layers = sorted(map(int, group.points[0].busiest_by_layer))
         curves = [
-            Line(f"seed {r.seed}", layers, [r.busiest[str(layer)] for layer in layers], colour=i)
-            for i, r in enumerate(group.results)
+            Line(f"seed {p.seed}", layers, [p.busiest_by_layer[str(layer)] for layer in layers], colour=i)
+            for i, p in enumerate(group.points)
         ]
-        drawn.append(charts.lines(f"{group.group}, {group.size}", curves, x_label="layer", zero=True))
+        drawn.append(charts.Lines(f"{group.name}, {group.size}", curves, x_label="layer", zero=True))
     return drawn
 
 
-def _generation(results: Sequence[Result], study: Study) -> str:
-    from megatron_blackmamba.study.generation import read
-
-    measured = read(study.folder)
-    if not measured:
-        return ""
-    drawn = []
+def _generation(measured: Sequence[dict[str, Any]]) -> list[Chart]:
+    """Draw the time of a token and the bytes of state of each size."""
+    drawn: list[Chart] = []
     for size in dict.fromkeys(one["size"] for one in measured):
         some = [one for one in measured if one["size"] == size]
-        times = [Line(m["group"], m["lengths"], m["milliseconds"], colour=i) for i, m in enumerate(some)]
-        memory = [Line(m["group"], m["lengths"], m["bytes"], colour=i) for i, m in enumerate(some)]
-        drawn.append(charts.lines(f"{size}: ms a token, batch 1", times, x_label="length", zero=True))
-        drawn.append(charts.lines(f"{size}: bytes of state", memory, x_label="length", zero=True))
-    return html.section("Generation", drawn, "Time of one token after so many, and what the model remembers then.")
+        for of, title in (("milliseconds", "ms a token, batch 1"), ("bytes", "bytes of state")):
+            curves = [Line(one["group"], one["lengths"], one[of], colour=i) for i, one in enumerate(some)]
+            drawn.append(charts.Lines(f"{size}: {title}", curves, x_label="length", zero=True))
+    return drawn
 
 
-def _tuning(study: Study, results: Sequence[Result]) -> str:
-    tuned = [result for result in results if result.kind == "tuning"]
-    cells = [[r.group, f"{r.learning_rate:g}", short(r.tokens), f"{r.validation:.3f}"] for r in tuned]
-    rates = study.config.tuning.learning_rates
-    best = {r.group: min((s for s in tuned if s.group == r.group), key=lambda s: _known(s.validation)) for r in tuned}
-    edges = [group for group, r in best.items() if r.learning_rate in (min(rates), max(rates)) and len(rates) > 1]
+def _tuning(study: Study, points: Sequence[Point]) -> str:
+    tuned = [point for point in points if point.kind == "tuning"]
+    cells = [[p.variant, f"{p.rate:g}", short(p.tokens), f"{p.loss:.3f}"] for p in tuned]
+    rates, edges = study.config.tuning.learning_rates, []
+    for variant in unique(tuned, "variant"):
+        best = min((p for p in tuned if p.variant == variant), key=lambda p: math.inf if math.isnan(p.loss) else p.loss)
+        edges += [variant] if best.rate in (min(rates), max(rates)) and len(rates) > 1 else []
     words = "Only the learning rate was tuned, for each model alike, at one size and seed; the lowest loss was taken."
     if edges:
         words += f" The best is at the edge of the grid for {', '.join(edges)}: a wider one might do better."
-    table = html.table(("model", "learning rate", "tokens", "validation loss"), cells)
-    return f"<section><h2>Tuning</h2><p>{escape(words)}</p>{table}</section>"
-
-
-def _known(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+    return Table("Tuning", words, ("model", "learning rate", "tokens", "validation loss"), cells).html()

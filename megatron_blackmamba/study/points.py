@@ -1,4 +1,4 @@
-"""The points of a study with trunks and branches: one model each, and one file from which the page is made again."""
+"""The points of a study: one finished run each, and one file from which the page is made again."""
 
 import json
 import math
@@ -12,23 +12,31 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.step_records import metrics_so_far
+from megatron_blackmamba.formats.evaluations import TaskResult
+from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import parameters
-from megatron_blackmamba.study import generation
-from megatron_blackmamba.study.config import StudyError
-from megatron_blackmamba.study.results import busiest
+from megatron_blackmamba.study import generation, length
+from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError
 from megatron_blackmamba.study.runs import Cell, Study
 
-FILE = "points.json"
 ROUTING = "routing.json"
 """In the folder of a run."""
+OLD_NAMES = {
+    "group": "variant",
+    "learning_rate": "rate",
+    "validation": "loss",
+    "loss": "training",
+    "bits_per_byte": "bits",
+    "busiest": "busiest_by_layer",
+}
+"""Fields of results as version 0.2 wrote them → fields of a point."""
 
 
-Key = tuple[str, str, int, int, tuple[tuple[str, Any], ...]]
+Key = tuple[str, str, str, int, int, tuple[tuple[str, Any], ...]]
 
 
 def _key(cell: Cell) -> Key:
-    return cell.group, cell.size, cell.seed, cell.budget, cell.changed
+    return cell.kind, cell.group, cell.size, cell.seed, cell.budget, cell.changed
 
 
 def _flops(cell: Cell) -> float:
@@ -43,23 +51,25 @@ def read_json(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Point:
-    """One finished branch."""
+    """One finished run."""
 
     variant: str
+    """The variant, or the ablation."""
     size: str
     seed: int
     budget: int
     """Tokens of the study's first variant for the same FLOPs."""
     flops: float
     tokens: int
-    """Tokens from the first step of the trunk on."""
+    """Tokens from the first step on, of the trunk if there is one."""
     repeated: int
     """Of these, the tokens that the run had read before."""
     parameters: int
     active: int
+    """Parameters that a token passes through."""
     rate: float
     loss: float
-    """Mean validation loss over the sources that were trained on, in nats per token."""
+    """Mean validation loss over the sources trained on, in nats per token, with the router as in inference."""
     training: float
     """Training loss, the mean over the last 20 steps."""
     validation: dict[str, float]
@@ -72,9 +82,22 @@ class Point:
     step_seconds: float = 0.0
     """Time of the fastest step, which stands for an idle machine."""
     router: dict[str, float] = field(default_factory=dict)
-    """What its routers do (`routing.MEANING`), where that has been measured."""
+    """What its routers do, where an analysis has measured that."""
     seconds: float = 0.0
     """Time of its steps, and of those of its trunk since the point before it."""
+    kind: str = "run"
+    """tuning, run or ablation."""
+    balanced: float | None = None
+    """Validation loss with the experts balanced as in training."""
+    bits: float | None = None
+    """The validation loss as bits per byte of text; None if it was not recorded or not finite."""
+    busiest_by_layer: dict[str, float] = field(default_factory=dict)
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """Tokens, FLOPs and validation loss at every validation."""
+    tokens_per_second: float = 0.0
+    fastest: float = 0.0
+    """Tokens per second of the fastest step."""
+    memory_bytes: int = 0
 
     @property
     def plain(self) -> bool:
@@ -84,20 +107,26 @@ class Point:
     @property
     def key(self) -> Key:
         """Return what tells it from the other points of a study."""
-        return self.variant, self.size, self.seed, self.budget, tuple(self.changed.items())
+        return self.kind, self.variant, self.size, self.seed, self.budget, tuple(self.changed.items())
 
 
 def collect(cell: Cell, corpus: Mapping[str, Any], seconds: float = 0.0) -> Point:
-    """Return the point of a finished branch; `corpus` has the bytes and tokens of each source.
+    """Return the point of a finished run; `corpus` has the bytes and tokens of each source.
 
     seconds: what it adds to the time of the steps of its trunk.
     """
     config = cell.config
     records = list(metrics_so_far(cell.folder.metrics))
     last, counted = records[-1], parameters.count(config)
+    validated = [record for record in records if "validation/loss" in record]  # None where it was not finite
+    at_end = validated[-1] if validated else {}
     prefix = "validation/loss/"
-    losses = {name.removeprefix(prefix): _known(loss) for name, loss in last.items() if name.startswith(prefix)}
-    tokens = last["consumed_tokens"]
+    losses = {name.removeprefix(prefix): _known(loss) for name, loss in at_end.items() if name.startswith(prefix)}
+    recent = [record["loss"] for record in records[-20:] if record.get("loss") is not None]
+    tokens, per_token = last["consumed_tokens"], cell.step_flops / config.tokens_per_step
+    times = [record["speed/step_seconds"] for record in records if "speed/step_seconds" in record]
+    speeds = [record["speed/tokens_per_second"] for record in records if "speed/tokens_per_second" in record]
+    by_layer = _busiest(records)
     return Point(
         variant=cell.group,
         size=cell.size,
@@ -109,25 +138,45 @@ def collect(cell: Cell, corpus: Mapping[str, Any], seconds: float = 0.0) -> Poin
         parameters=counted.total,
         active=counted.forward,
         rate=config.optimizer.learning_rate,
-        loss=_known(last["validation/loss"]),
-        training=statistics.fmean(_known(record["loss"]) for record in records[-20:]),
+        loss=_known(at_end.get("validation/loss")),
+        training=statistics.fmean(recent) if recent else math.nan,
         validation=losses,
         bits_per_byte={name: loss / math.log(2) * _tokens_per_byte(corpus[name]) for name, loss in losses.items()},
         changed=dict(cell.changed),
-        busiest=max(busiest(records).values(), default=None),
-        step_seconds=min(record["speed/step_seconds"] for record in records),
+        busiest=max(by_layer.values(), default=None),
+        step_seconds=min(times, default=0.0),
         router=read_json(cell.folder.root / ROUTING),
-        seconds=seconds + sum(record["speed/step_seconds"] for record in records),
+        seconds=seconds + sum(times),
+        kind=cell.kind,
+        balanced=at_end.get("validation/loss_balanced"),
+        bits=last_value(records, "validation/bits_per_byte"),
+        busiest_by_layer=by_layer,
+        curve=[
+            (record["consumed_tokens"], per_token * record["consumed_tokens"], record["validation/loss"])
+            for record in validated
+            if record["validation/loss"] is not None
+        ],
+        tokens_per_second=statistics.median(speeds) if speeds else 0.0,
+        fastest=max(speeds, default=0.0),
+        memory_bytes=int(max(record.get("speed/memory_bytes", 0) for record in records)),
     )
+
+
+def _busiest(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return by layer the busiest expert's tokens over the mean, as it was last measured in training."""
+    for record in reversed(records):
+        if found := {name.split("/")[1]: value for name, value in record.items() if name.endswith("/max_over_mean")}:
+            return found
+    return {}
 
 
 def _collected(cells: Iterable[Cell], corpus: Mapping[str, Any]) -> Iterator[Point]:
     """Yield the points of the finished cells; a trunk's time counts for the first point that needs it."""
     times: dict[str, dict[int, float]] = {}
     for cell in (cell for cell in cells if cell.done):
-        if cell.chain not in times:
+        if cell.trunk is not None and cell.chain not in times:
             times[cell.chain] = {r["step"]: r["speed/step_seconds"] for r in metrics_so_far(cell.trunk_metrics)}
-        steps = times[cell.chain]
+        steps = times.get(cell.chain, {})
         yield collect(cell, corpus, sum(steps.pop(step) for step in [*steps] if step <= cell.leaves))
 
 
@@ -137,6 +186,8 @@ def _known(loss: float | None) -> float:
 
 def _repeated(tokens: int, corpus: Mapping[str, Any]) -> int:
     """Return how many of a run's tokens it had read before; a weight multiplies the tokens of a source."""
+    if not corpus:
+        return 0
     weighted = {name: counts["weight"] * counts["train"]["tokens"] for name, counts in corpus.items()}
     once = {
         name: corpus[name]["train"]["tokens"] * sum(weighted.values()) / each for name, each in weighted.items() if each
@@ -160,6 +211,8 @@ class Evidence:
     points: tuple[Point, ...]
     generation: list[dict[str, Any]] = field(default_factory=list)
     """Time of a token and bytes of the state at some lengths, of each variant and size."""
+    by_length: dict[str, TaskResult] = field(default_factory=dict)
+    """The loss by position, of each variant or ablation."""
 
     @cached_property
     def by_key(self) -> dict[Key, Point]:
@@ -167,23 +220,22 @@ class Evidence:
         return {point.key: point for point in self.points}
 
     @classmethod
-    def of(cls, study: Study, cells: Sequence[Cell], known: "Evidence | None" = None) -> "Evidence":
-        """Return the points of cells: those `known` from elsewhere, and those in the study's folder."""
+    def of(cls, study: Study, known: "Evidence | None" = None, cells: Sequence[Cell] | None = None) -> "Evidence":
+        """Return the points of cells, by default of all: those `known` from elsewhere, and those in the folder."""
+        cells = study.cells() if cells is None else cells
         corpus, measured = read_json(study.corpus.record), generation.read(study.folder)
         keys = {_key(cell) for cell in cells}
         points = {key: point for key, point in known.by_key.items() if key in keys} if known else {}
         points |= {point.key: point for point in _collected(cells, corpus)}
         theirs = {(one["group"], one["size"]): one for one in (*(known.generation if known else ()), *measured)}
-        of_study = (study.name, study.config.about, study.config.first, len(cells), corpus)
-        return cls(*of_study, tuple(points.values()), [*theirs.values()])
+        of_study = (study.name, study.config.about, study.config.first, study.planned, corpus)
+        return cls(*of_study, tuple(points.values()), [*theirs.values()], length.results(study, cells))
 
     def unlike(self, study: Study) -> str | None:
         """Return why these points do not belong to a study in its folder: another corpus, or other settings."""
         if self.corpus != read_json(study.corpus.record):
             return f"has points of another corpus than {study.corpus.folder}"
-        rates = study.learning_rates()
-        cells = study.runs(rates) if rates else []
-        other = next((cell for cell in cells if _key(cell) in self.by_key and not self.has(cell)), None)
+        other = next((cell for cell in study.cells() if _key(cell) in self.by_key and not self.has(cell)), None)
         return f"has {other.name} with other settings than this study" if other else None
 
     def has(self, cell: Cell) -> bool:
@@ -192,10 +244,13 @@ class Evidence:
         return point is not None and (point.rate, point.flops) == (rate, _flops(cell))
 
     @classmethod
-    def read(cls, path: Path) -> "Evidence":
+    def read(cls, path: Path, study: Study) -> "Evidence":
         """Return what a file of points says."""
         try:
-            return TypeAdapter(cls).validate_python(json.loads(path.read_bytes()))
+            content = json.loads(path.read_bytes())
+            if isinstance(content, list) and not study.config.has_branches:
+                content = _of_results(content, study)
+            return TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
             found = error.errors()[0]
             why = f"{'.'.join(map(str, found['loc'])) or 'its content'}: {found['msg']}"
@@ -211,6 +266,33 @@ class Evidence:
     def plain(self) -> list[Point]:
         """Return the points that no grid changed."""
         return [point for point in self.points if point.plain and math.isfinite(point.loss)]
+
+
+def _of_results(results: list[Any], study: Study) -> dict[str, Any]:
+    """Return the results of whole runs, as version 0.2 wrote them, in the form of today."""
+    points: list[dict[str, Any]] = []
+    for result in results:
+        renamed = {OLD_NAMES.get(name, name): value for name, value in result.items() if name != "name"}
+        changed = {RATE: result["learning_rate"]} if result["kind"] == "tuning" else {}
+        points.append(renamed | {"budget": 0, "repeated": 0, "validation": {}, "bits_per_byte": {}, "changed": changed})
+    about = {"name": study.name, "about": study.config.about, "first": study.config.first, "planned": len(results)}
+    return {**about, "corpus": {}, "points": points}
+
+
+def declared_losses(points: Sequence[Point], declared: PrimaryConfig) -> dict[int, tuple[float, float]]:
+    """Return both losses of a declared comparison for each of its seeds that is finished."""
+    one, other = (
+        {p.seed: p.loss for p in chosen(points, variant=variant, size=declared.size, budget=declared.budget)}
+        for variant in (declared.one, declared.other)
+    )
+    return {seed: (one[seed], other[seed]) for seed in declared.seeds if seed in one and seed in other}
+
+
+def sealed(points: Sequence[Point], primary: Sequence[PrimaryConfig]) -> list[Point]:
+    """Return the points without those of declared comparisons that have not all of their seeds."""
+    waiting = [each for each in primary if len(declared_losses(points, each)) < len(each.seeds)]
+    hidden = {(v, each.size, seed) for each in waiting for v in (each.one, each.other) for seed in each.seeds}
+    return [point for point in points if (point.variant, point.size, point.seed) not in hidden]
 
 
 def chosen(points: Iterable[Point], **keys: Any) -> list[Point]:

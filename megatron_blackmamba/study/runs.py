@@ -112,6 +112,18 @@ class Study:
             chosen[variant] = min(losses, key=lambda rate: losses[rate])
         return chosen
 
+    def cells(self) -> list[Cell]:
+        """Return the runs that are known so far, those that choose learning rates too unless all runs are branches."""
+        rates = self.learning_rates()
+        return [*([] if self.config.has_branches else self.tuning()), *(self.runs(rates) if rates else ())]
+
+    @property
+    def planned(self) -> int:
+        """Return how many runs there will be, as far as that is known."""
+        if self.config.has_branches:
+            return len(self.cells())
+        return len(self.tuning()) + len(self.runs(dict.fromkeys(self.config.variants, 1e-3)))
+
     def runs(self, rates: dict[str, float]) -> list[Cell]:
         """Return the runs and ablations, whole comparisons first: a study that is cut short compares something."""
         if self.config.has_branches:
@@ -215,7 +227,8 @@ class Study:
         keys, budget = self._keys(name, seed, rate), self.config.tokens[size][-1]
         tokens = self._tokens(variant, size, round(budget * fraction), changed)
         config = self._compose(variant, size, changed, keys, tokens)
-        return Cell(name, kind, group, size, seed, config, budget=budget)
+        tried = ((RATE, rate),) if kind == "tuning" else ()
+        return Cell(name, kind, group, size, seed, config, budget=budget, changed=tried)
 
     def _compose(self, variant: str, size: str, changed: dict, keys: dict, tokens: int) -> RunConfig:
         described = self.config.variants[variant][size]

@@ -253,9 +253,16 @@ def _find_file(name: str | os.PathLike[str], revision: str | None) -> Path:
     if not could_be_on_the_hub or (text.count("/") and path.parent.exists()):
         raise TokenizerError(f"{path}: no such tokenizer file (working folder: {Path.cwd()})")
     try:
-        from huggingface_hub import hf_hub_download
+        import huggingface_hub as hub
 
-        return Path(hf_hub_download(text, "tokenizer.json", revision=revision))
+        file = {"repo_id": text, "filename": "tokenizer.json", "revision": revision}
+        try:
+            hub.get_hf_file_metadata(hub.hf_hub_url(**file))  # asks once; a download tries for 24 s without network
+        except Exception:
+            if isinstance(cached := hub.try_to_load_from_cache(**file), str):
+                return Path(cached)
+            raise
+        return Path(hub.hf_hub_download(**file))
     except ImportError:
         raise TokenizerError(
             f"{text}: no such file, and no huggingface_hub to fetch it: pip install huggingface_hub"

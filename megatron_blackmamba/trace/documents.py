@@ -78,7 +78,7 @@ class Tracer:
         """Yield the documents of a sample in order; together they are its inputs and its last label."""
         source, within = self.plan.train.schedule.locate(sample)
         dataset = self._dataset(source)
-        place, left = dataset.place(within), dataset.config.sequence_length + 1
+        place, left = dataset.place(within), dataset.sequence_length + 1
         position = 0
         while left:
             shard, inside = dataset.stream.locate(place)

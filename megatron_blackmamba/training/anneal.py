@@ -56,7 +56,6 @@ def arguments_of(
     from megatron_blackmamba.data_tools.mixture import parse_count
     from megatron_blackmamba.training.branch import checkpoint_at
     from megatron_blackmamba.training.step.progress import Progress
-    from megatron_blackmamba.training.step.schedule import rate_at
 
     trunk, length = RunFolder(run), parse_count(tokens)
     if not trunk.config.is_file():
@@ -76,7 +75,7 @@ def arguments_of(
         "optimizer.decay=wsd",
         f"optimizer.decay_tokens={length}",
     ]
-    rate = f"{rate_at(config, progress.consumed_samples):.6g}"  # the decay begins where the trunk is
+    rate = f"{config.learning_rate_at(progress.consumed_samples):.6g}"  # the decay begins where the trunk is
     if progress.consumed_samples >= config.warmup_samples and float(rate) != config.optimizer.learning_rate:
         found.append(f"optimizer.learning_rate={rate}")
     if mixture is not None:

@@ -23,27 +23,9 @@ from megatron_blackmamba.formats.reads import refusal, reread
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan.stages import Beginning
 from megatron_blackmamba.runtime.world import World
-from megatron_blackmamba.training.start.resume import (
-    BY_NAME,
-    FIXED,
-    ResumeError,
-    differences,
-    refuse_tokenizer,
-    shown,
-    under,
-)
+from megatron_blackmamba.training.start.resume import ResumeError, differences, refuse_tokenizer, rule_of, shown
 from megatron_blackmamba.training.step.progress import Progress
 from megatron_blackmamba.training.step.schedule import rate_change
-
-MAY_DIFFER = (
-    *("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp"),
-    *("data.mixture", "data.sequence_length", "data.mask_first_token"),
-    *("model.attention.rotary_base", "model.eod_reset"),
-    *("model.router.iterations", "model.router.temperature", "model.router.start"),
-)
-"""What a branch may change beside the keys that a resumed run may."""
-MUST_STAY = ("optimizer.kind", "optimizer.distributed")
-"""Of those: the checkpoint's optimizer state would not fit."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +86,7 @@ class Branch:
 
     def event(self, config: RunConfig, data: DataPlan, **more: Any) -> Branched:
         """Describe the beginning of the branch."""
-        progress, own = self.progress, RunFolder(Path(config.folder) / config.name).mixture
+        progress, own = self.progress, RunFolder.of(config).mixture
         return Branched(
             trunk=str(self.checkpoint),
             sample=progress.next_sample,
@@ -170,7 +152,7 @@ def _order(mixture: Mixture) -> dict[str, Any]:
 
 def _begins(config: RunConfig) -> bool:
     """Return whether the run has no checkpoint of its own yet."""
-    return not RunFolder(Path(config.folder) / config.name).latest.is_file()
+    return not RunFolder.of(config).latest.is_file()
 
 
 def checkpoint_at(spec: str) -> tuple[Path, int]:
@@ -191,7 +173,7 @@ def with_own_data(config: RunConfig, branch: Branch | None) -> tuple[RunConfig, 
 
     A branch that resumes reads what it composed at its start, whatever data.mixture has become.
     """
-    own = RunFolder(Path(config.folder) / config.name).mixture
+    own = RunFolder.of(config).mixture
     mixture = branch.mixture(config) if branch else None
     if mixture is None and (branch or config.start.branch is None or not own.is_file()):
         return config, None
@@ -200,8 +182,7 @@ def with_own_data(config: RunConfig, branch: Branch | None) -> tuple[RunConfig, 
 
 def may_differ(key: str) -> bool:
     """Return whether a branch may have another value of a key than its trunk."""
-    free_on_resume = not under(key, (*FIXED, *BY_NAME))
-    return (free_on_resume or under(key, MAY_DIFFER)) and not under(key, MUST_STAY)
+    return rule_of(key).branch != "fixed"
 
 
 def _changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> list[str]:
@@ -215,7 +196,9 @@ def _changes(config: RunConfig, trunk: RunConfig, checkpoint: Path) -> list[str]
             f"start.branch={config.start.branch}: {checkpoint} was made with {said}. A branch goes on with the trunk's"
             " model and optimizer. Restore these values, or use start.from, which takes the weights alone."
         )
-    return [f"{key}: {shown(new)}, in the trunk {shown(old)}" for key, old, new in found if under(key, MAY_DIFFER)]
+    return [
+        f"{key}: {shown(new)}, in the trunk {shown(old)}" for key, old, new in found if rule_of(key).branch == "told"
+    ]
 
 
 def beginning(config: RunConfig) -> Beginning:

@@ -1,7 +1,8 @@
 """`--nproc N`: start N workers on this machine, with the variables of torchrun.
 
-Workers that crash or hang are started again from the newest checkpoint. Neither torchrun's agent nor NVRx's ft_launcher
-fits: both die of SIGUSR1, kill workers that are still saving, and turn every exit code into 1.
+Workers that crash or hang are started again from the newest checkpoint. If the kernel kills one for lack of memory
+before a new checkpoint, the run ends: it would be killed again. Neither torchrun's agent nor NVRx's ft_launcher fits:
+both die of SIGUSR1, kill workers that are still saving, and turn every exit code into 1.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from types import FrameType
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime import machine
 from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RESTARTS, STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.failure import SAID
 from megatron_blackmamba.runtime.parent import follow_parent
@@ -45,7 +47,7 @@ def launch_training(
 ) -> int:
     """Run `blackmamba train` with these arguments as `processes` workers."""
     command = [sys.executable, "-m", "megatron_blackmamba", "train", *arguments]
-    return launch(command, processes, RunFolder(Path(config.folder) / config.name), restarts, asks_to_stop)
+    return launch(command, processes, RunFolder.of(config), restarts, asks_to_stop)
 
 
 def launch(
@@ -80,6 +82,8 @@ def launch(
             if signals.asked:
                 _say(f"not started again, since a stop was requested; the newest checkpoint is {newest or 'none'}")
                 return STOPPED_ON_REQUEST
+            if group.out_of_memory and newest == before:
+                return code
             left = restarts if newest != before else left
             if not left:
                 if restarts:
@@ -142,6 +146,9 @@ class _Group:
     def __init__(self, command: Sequence[str], processes: int) -> None:
         port = free_port()
         self._code: int | None = None
+        self._killed_before = machine.killed_for_memory()
+        self.out_of_memory = False
+        """Whether the kernel has killed a worker for lack of memory."""
         self._said = tempfile.NamedTemporaryFile(prefix="blackmamba_said_")  # noqa: SIM115
         self._workers = [
             subprocess.Popen(
@@ -167,8 +174,7 @@ class _Group:
                 rank, code = failed[0]
                 if self._code is not None or code in (BAD_INPUT, INTERRUPTED):
                     return self._code or code
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-                _say(f"rank {rank} {how}; ending the others")
+                _say(f"rank {rank} {self._end(code)}; ending the others")
                 self._wait_for_all(LAST_WORDS_SECONDS)
                 final = next((code for _, code in self._failed() if code in FINAL), None)
                 return final or (128 - code if code < 0 else code)
@@ -190,6 +196,17 @@ class _Group:
         for worker in self._workers:
             worker.wait()
         self._said.close()
+
+    def _end(self, code: int) -> str:
+        """Say how a worker ended."""
+        self.out_of_memory = code == -signal.SIGKILL and machine.killed_for_memory() > self._killed_before
+        if self.out_of_memory:
+            has = machine.memory()[0] / 2**30
+            return (
+                f"was killed by the kernel: the run needs more than the {has:,.1f} GiB of memory here. Use fewer"
+                " processes, a smaller training.micro_batch, or training.recompute=layers"
+            )
+        return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
     def _failed(self) -> list[tuple[int, int]]:
         codes = [worker.poll() for worker in self._workers]

@@ -14,7 +14,7 @@ from tests.runtime.ranks import ROOT, environment
 
 EXTENSION = """
 from megatron_blackmamba import layers
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 
 layers.register(RunningMean)
 """
@@ -37,8 +37,10 @@ def test_a_run_names_the_module_that_its_layers_need(tmp_path):
     done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/mean/config.yaml").read_text().startswith("# trained with BLACKMAMBA_IMPORT=my_layers\n")
-    reported = run_with_extension("", tmp_path, "report", "runs/mean")
-    assert "found ['A']. If a module of your own defines it, name that module in BLACKMAMBA_IMPORT" in reported.stderr
+    generated = run_with_extension("", tmp_path, "generate", "runs/mean", "--prompt", "Once")
+    assert "found ['A']. If a module of your own defines it, name that module in BLACKMAMBA_IMPORT" in generated.stderr
+    reported = run_with_extension("", tmp_path, "report", "runs/mean")  # which only reads records
+    assert reported.returncode == 0, reported.stderr
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,7 @@ def test_overrides_that_nothing_reads_are_noted(capsys, override, why):
 def test_layers_that_a_key_changes_read_it(change):
     before, after = load("tiny", EVERY_KIND).model, load("tiny", [*EVERY_KIND, f"model.{change}"]).model
     for kind in layers.all_kinds():
-        same = kind.shapes(before) == kind.shapes(after) and kind.flops(before, 64) == kind.flops(after, 64)
+        same = kind.shapes(before) == kind.shapes(after) and kind.costs.flops(before, 64) == kind.costs.flops(after, 64)
         unread = layers.unread_keys(kind.letter)
         key = change.partition("=")[0]
         assert same or not {key, key.partition(".")[0]} & set(unread), kind.name

@@ -8,7 +8,7 @@ from megatron_blackmamba.config import ConfigError, groups, load
 from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.model.initialise import draw
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 
 SHAPE = ['model.pattern="MS*E-"', "model.mlp_hidden_size=96", "model.mamba2.head_dim=16", "model.attention.heads=4"]
 WIDE = [*SHAPE, "model.hidden_size=256", "model.expert_hidden_size=512", "model.mlp_hidden_size=384"]

@@ -142,7 +142,7 @@ def test_saved_router_keys_that_nothing_read_are_forgotten():
 
 @pytest.mark.parametrize("old, new", migrations.RENAMED.items())
 def test_an_old_name_is_read_with_one_note(old, new, tmp_path):
-    value = {"dispatcher": "allgather", "linear": "te", "scan": "cpu", "from": "runs/a", "allow": ["optimizer"]}
+    value = {"dispatcher": "allgather", "linear": "te", "scan": "chunked", "from": "runs/a", "allow": ["optimizer"]}
     section, key = old.split(".")
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({"include": str(find("tiny")), section: {key: value[key]}}))
@@ -154,6 +154,17 @@ def test_an_old_name_is_read_with_one_note(old, new, tmp_path):
         assert notes == [f"{where}: {old} is called {new} now; the old name still works."]
     with pytest.warns(FutureWarning, match=new):
         load(path)
+
+
+def test_an_old_value_is_read_with_one_note(tmp_path):
+    expected = load("tiny", ["kernels.scan=cpp"])
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({"include": str(find("tiny")), "kernels": {"scan": "cpu"}}))
+    for files, overrides, where in ((path, [], str(path)), ("tiny", ["kernels.scan=cpu"], "the command line")):
+        notes = []
+        assert load(files, overrides, notes.append) == expected
+        assert notes == [f"{where}: kernels.scan=cpu is called kernels.scan=cpp now; the old name still works."]
+    assert from_saved({"version": 4, **old(kernels={"scan": "cpu"})}, "here") == expected
 
 
 def test_old_and_new_key_together_are_refused(tmp_path):

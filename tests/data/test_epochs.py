@@ -12,14 +12,7 @@ from megatron_blackmamba.formats.schedule import epochs_of, most_samples
 from megatron_blackmamba.formats.shards import Shard, ShardError
 from tests.data.corpus import write_shard
 
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-
-def core_config(sequence_length, seed=1):
-    return BlendedMegatronDatasetConfig(
-        random_seed=seed, sequence_length=sequence_length, blend_per_split=[(["x"], None), None, None]
-    )
 
 
 def numbers(*lengths):
@@ -28,7 +21,7 @@ def numbers(*lengths):
 
 
 def source(stream, sequence_length, seed=1, fingerprint="f", **more):
-    return EpochDataset("numbers", stream, fingerprint, core_config(sequence_length, seed), samples=0, **more)
+    return EpochDataset("numbers", stream, fingerprint, sequence_length, seed=seed, samples=0, **more)
 
 
 parts = st.lists(st.integers(0, 60), min_size=1, max_size=6)
@@ -77,8 +70,8 @@ def test_order_follows_from_seed_and_content_alone():
 
 def test_max_epochs_is_enforced_by_plan_and_reader():
     with pytest.raises(DataError, match=r"'numbers'.*151 samples, 1.5100 epochs of 1000 tokens.*max_epochs is 1.5"):
-        EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=151, max_epochs=1.5)
-    data = EpochDataset("numbers", numbers(1000), "f", core_config(10), samples=150, max_epochs=1.5)
+        EpochDataset("numbers", numbers(1000), "f", 10, seed=1, samples=151, max_epochs=1.5)
+    data = EpochDataset("numbers", numbers(1000), "f", 10, seed=1, samples=150, max_epochs=1.5)
     data[149]
     with pytest.raises(DataError, match="150"):
         data[150]
@@ -94,7 +87,7 @@ def test_plan_and_training_allow_the_same_epochs(tokens, length, most, samples):
         MixturePlan(samples * length, length, samples, float(tokens), [line], [], {}).check()
 
     def opened(samples):
-        EpochDataset("numbers", numbers(tokens), "f", core_config(length), samples=samples, max_epochs=most)
+        EpochDataset("numbers", numbers(tokens), "f", length, seed=1, samples=samples, max_epochs=most)
 
     planned(samples)
     opened(samples)
@@ -107,7 +100,7 @@ def test_plan_and_training_allow_the_same_epochs(tokens, length, most, samples):
 @settings(deadline=None, max_examples=50)
 @given(parts.filter(lambda p: sum(p) > 1), st.integers(1, 40))
 def test_validation_counts_every_label_once(lengths, sequence_length):
-    data = HeldOutDataset("numbers", numbers(*lengths), "f", core_config(sequence_length))
+    data = HeldOutDataset("numbers", numbers(*lengths), "f", sequence_length)
     labels = torch.cat([data[i]["labels"][data[i]["loss_mask"] > 0] for i in range(len(data))])
     assert torch.equal(labels, torch.arange(1, sum(lengths)))
     with pytest.raises(IndexError):

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_blackmamba.data import BatchStream, DataError, ShardCheck, build
+from megatron_blackmamba.data import BatchStream, DataError, ShardCheck, build, integrity
 from megatron_blackmamba.data.stream import TokenStream
 from megatron_blackmamba.formats.shards import Shard, ShardError
 from tests.data.corpus import data_config, write_mixture, write_shard
@@ -167,13 +167,16 @@ def test_thread_limits_its_rate_and_priority(check, monkeypatch):
     assert seen == [(slow._thread.native_id, 19)] and not slow._thread.is_alive()
 
 
-def test_run_that_ends_early_reports_unread_data(check):
+def test_only_long_runs_report_unread_data(check, monkeypatch):
     said = []
-    slow = check(mb_per_second=1e-6)
-    slow.start()
-    slow.end(lambda event: said.append(event.sentence), "my mixture.yaml")
+    for short in (600, 0):
+        monkeypatch.setattr(integrity, "SHORT_SECONDS", short)
+        slow = check(mb_per_second=1e-6)
+        slow.start()
+        slow.end(lambda event: said.append(event.sentence), "my mixture.yaml")
+        assert len(said) == (short == 0)
     assert said == [
-        "note: 4 of 4 shards were not compared with their manifests yet, which is usual for a short run; "
+        "note: 4 of 4 shards were not compared with their manifests yet; "
         "`blackmamba data verify 'my mixture.yaml'` does it now"
     ]
 

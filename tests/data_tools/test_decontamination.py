@@ -20,9 +20,9 @@ from megatron_blackmamba.formats.shards import ShardManifest
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
-from benchmarks.decontamination_forms import FORMS, generated, plant, recall
 from megatron_blackmamba.data_tools.decontamination import REPORT, SHORTEST, cut_out
 from megatron_blackmamba.data_tools.item_index import ItemIndex
+from tests.data_tools.leaks import FORMS, generated, plant, recall
 from tests.data_tools.test_cleaning import clean
 from tests.thorough import thorough
 

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,23 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.data_tools.rejects import InputError
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
-from benchmarks.dedup_families import Words, _copies, _without_origin, judged, ours
+from benchmarks.cleaning import Words
+from benchmarks.dedup_scale import write_corpus
 from megatron_blackmamba.data_tools import dedup_estimate
+from megatron_blackmamba.data_tools.batches import ReadOptions
+from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
+from megatron_blackmamba.data_tools.options import DedupOptions
+from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
+from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.splitters import SpacedWords
+from tests.data_tools import copies
+from tests.data_tools.copies import judged, without_origin
 from tests.thorough import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,13 +67,13 @@ def edited(text, every, offset=0):
 
 def test_pages_with_common_navigation_are_kept(words, tmp_path):
     navigation = words.lines(150)
-    corpus = _without_origin([f"{navigation}\n{words.lines(150)}" for _ in range(300)])
-    assert judged(corpus, ours(corpus.write(tmp_path / "a.jsonl"), tmp_path))["removed"] == 0
+    corpus = without_origin([f"{navigation}\n{words.lines(150)}" for _ in range(300)])
+    assert judged(corpus, copies.dedup(corpus.write(tmp_path / "a.jsonl"), tmp_path))["removed"] == 0
 
 
 def test_copies_are_found_and_resemble_the_kept_one(words, tmp_path):
-    corpus = _copies(words, random.Random(2), each=40)
-    found = judged(corpus, ours(corpus.write(tmp_path / "a.jsonl"), tmp_path))
+    corpus = copies.copies(words, random.Random(2), each=40)
+    found = judged(corpus, copies.dedup(corpus.write(tmp_path / "a.jsonl"), tmp_path))
     assert found["found at 0%"] == found["found at 1%"] == 1
     assert found["found at 5%"] >= 0.95 and found["found at 10%"] >= 0.9
     assert found["J < 0.5"] == 0
@@ -312,9 +320,8 @@ def test_equal_long_words_are_copies(write_jsonl, tmp_path):
 
 def test_parts_and_pieces_find_the_same_copies(words, tmp_path, monkeypatch):
     """A large corpus has several parts, and several ranges of keys; here both are small."""
-    lines = (
-        _copies(words, random.Random(4), each=20).write(tmp_path / "all.jsonl").read_text().splitlines(keepends=True)
-    )
+    whole = copies.copies(words, random.Random(4), each=20).write(tmp_path / "all.jsonl")
+    lines = whole.read_text().splitlines(keepends=True)
     (tmp_path / "raw").mkdir()
     for number in range(3):
         (tmp_path / f"raw/{number}.jsonl").write_text("".join(lines[number::3]))
@@ -333,3 +340,18 @@ def test_report_counts_members_close_to_the_threshold(words, write_jsonl, tmp_pa
     dedup(write_jsonl("a.jsonl", [f"{text} and so on", *copies]), tmp_path / "out", "--similarity", "0.7")
     (cluster,) = json.loads((tmp_path / "out/.work/dedup/clusters.json").read_text())["largest"]
     assert (cluster["documents"], cluster["close to the threshold"]) == (4, 0.333)
+
+
+def test_estimate_is_near_the_measured_cost(tmp_path):
+    """docs/cleaning.md has what 4,000,000 documents of this corpus took."""
+    write_corpus(tmp_path / "a.jsonl", 2000, words=60, seed=0)
+    parts = [find_sources([str(tmp_path / "a.jsonl")]).sources]
+    task = Cleaning("dedup", parts, tmp_path / "out", ReadOptions(), Tolerance(), DedupOptions(), {})
+    estimate = dedup_estimate.Estimate.of(task, DedupOptions())
+    assert estimate.documents == pytest.approx(2000, rel=0.01)
+    assert estimate.cpu_seconds / 2000 == pytest.approx((813.5 + 99.2 + 19.1 + 62.0) / 4e6, rel=0.15)
+    assert estimate.disk / 2000 == pytest.approx(8.02e9 / 4e6, rel=0.1)
+    assert estimate.check(tmp_path, memory_gb=1) == []
+    for large, message in (({"disk": 10**18}, "1000000.0 TB"), ({"files": 10**18}, "more files"), ({}, "--memory 1$")):
+        with pytest.raises(InputError, match=message):
+            replace(estimate, **large).check(tmp_path / "out", memory_gb=0.1)

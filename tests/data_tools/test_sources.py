@@ -92,12 +92,17 @@ PUBLISHED = {
     "pes2o": ("data/v2/train-00000-of-00010.json.gz", "data/v2/validation-00000-of-00002.json.gz"),
     "proofpile": ("arxiv/train/a.jsonl.zst", "arxiv/validation/a.jsonl.zst", "arxiv/test/a.jsonl.zst"),
     "pg19": ("train/10000.txt", "validation/1022.txt", "test/10146.txt"),
+    "fineweb": ("data/CC-MAIN-2024-10/train-00000-of-00020.parquet",),
+    "dclm": ("global-shard_01_of_10/local-shard_0_of_10/shard_00000000_processed.jsonl.zst",),
+    "commonpile": ("wikimedia/wikimedia-0000.json.gz",),
+    "nemotron-cc": ("High-Quality/part_000000.parquet",),
+    "finemath": ("finemath-3plus/train-00000-of-00128.parquet",),
 }
 
 
 def test_help_names_every_preset():
     (preset,) = get_args(get_type_hints(TokenizeOptions, include_extras=True)["preset"])[1:]
-    assert set(re.findall(r"\w+", preset.help)) >= PRESETS.keys()
+    assert set(re.findall(r"[\w-]+", preset.help)) >= PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -221,6 +221,20 @@ def test_too_many_bad_records_are_counted(run, tmp_path, max_bad, said):
         run(tmp_path / "a.jsonl", max_bad=max_bad)
 
 
+@pytest.mark.parametrize(
+    ("record", "option"),
+    [
+        (b'{"content": "some text"}', "If the text is in another field, name it: --field NAME. To skip"),
+        (b'{"text": ["some text"]}', "If the text is in another field, name it: --field NAME. To skip"),
+        (b'{"text": "caf\xe9"}', "If the file has another encoding, name it: --encoding latin-1. To skip"),
+    ],
+)
+def test_input_of_another_kind_names_its_option(run, tmp_path, record, option):
+    (tmp_path / "a.jsonl").write_bytes(record + b"\n")
+    with pytest.raises(InputError, match=option):
+        run(tmp_path / "a.jsonl")
+
+
 def test_a_file_that_grows_meanwhile_is_refused(run, write_jsonl, tmp_path, monkeypatch):
     path = write_jsonl("a.jsonl", TEXTS)
 

@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def quickstart(session, tmp_path_factory):
-    """Return a folder with the quickstart in small: text, shards, a mixture and a run of two steps."""
+    """Return a folder with the quickstart in small: text, shards, a mixture and a run of two steps, in its folders."""
     folder = tmp_path_factory.mktemp("quickstart")
     corpus = folder / "runs/quickstart/corpus/code"
     corpus.mkdir(parents=True)
@@ -16,8 +16,9 @@ def quickstart(session, tmp_path_factory):
     (corpus / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     done = session.run(
         "cd runs/quickstart\n"
-        "blackmamba data tokenize corpus/code/train.jsonl tokens/code --train-tokenizer 1024\n"
-        "echo 'sources: [{name: code, shards: tokens/code}]' > mixture.yaml\n"
+        "blackmamba data tokenize corpus/code/train.jsonl tokens/code/train --train-tokenizer 1024\n"
+        "mv tokens/code/train/tokenizer.json tokens\n"
+        "echo 'sources: [{name: code, shards: tokens/code/train}]' > mixture.yaml\n"
         "blackmamba train quickstart data.mixture=$PWD/mixture.yaml folder=$PWD training.steps=2\n",
         folder,
     )

@@ -51,7 +51,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         "POINTS=docs/studies/trend_gpu.json scripts/gpu_study.sh ",
     ),
     "a network": (
-        *("git clone ", "make ", "pip install ", "curl ", "apt-get ", "lm_eval "),
+        *("git clone ", "make ", "source .venv/bin/activate", "pip install ", "curl ", "apt-get ", "lm_eval "),
         *(
             "blackmamba import zyphra ",
             "blackmamba evaluate BlackMamba-1.5B ",
@@ -60,7 +60,11 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("blackmamba export hf runs/quickstart/quickstart", "python -m megatron_blackmamba.evaluation "),
         ".venv/bin/blackmamba study trend_gpu ",
     ),
-    "the paper's corpora": ("blackmamba data tokenize /raw/", "BLACKMAMBA_DATA=/tokens "),
+    "the paper's corpora": (
+        "blackmamba data tokenize /raw/",
+        "BLACKMAMBA_DATA=/tokens ",
+        "blackmamba evaluate runs/blackmamba_1.5b ",
+    ),
     "minutes": ("python -m benchmarks.",),
     "object storage (tests/docs/test_data_page.py)": (
         "blackmamba data tokenize pile/train s3://",
@@ -71,7 +75,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
 }
 
 
-EVERYDAY = ("README.md", "tutorial.md")
+EVERYDAY = ("README.md", "try_an_idea.md")
 TO_RUN = [pytest.param(page, marks=[] if page.name in EVERYDAY else thorough, id=page.name) for page in RUN]
 
 

@@ -117,11 +117,22 @@ def test_own_bugs_keep_tracebacks_unless_dependencies_are_old(first_hour, monkey
     assert "torch 2.4.1 is here, and this project needs >=2.9" in capsys.readouterr().err
 
 
-def test_memory_that_the_machine_lacks_names_the_micro_batch(first_hour, monkeypatch, capsys):
-    monkeypatch.setattr("megatron_blackmamba.report.write_report", lambda *_, **__: torch.empty(2**60))
-    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 2
+def no_memory_on_the_gpu(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.parametrize(
+    ("fails", "who", "code"),
+    [
+        (lambda *_, **__: torch.empty(2**60), "machine", 2),
+        (no_memory_on_the_gpu, "GPU", 1),  # a launcher tries again
+    ],
+)
+def test_lack_of_memory_names_the_micro_batch(first_hour, monkeypatch, capsys, fails, who, code):
+    monkeypatch.setattr("megatron_blackmamba.report.write_report", fails)
+    assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == code
     said = capsys.readouterr().err
-    assert said.startswith("blackmamba: this machine is out of memory") and "training.micro_batch" in said
+    assert said.startswith(f"blackmamba: this {who} is out of memory") and "training.micro_batch" in said
 
 
 def test_a_taken_port_is_named(first_hour, monkeypatch, capsys):
@@ -132,6 +143,15 @@ def test_a_taken_port_is_named(first_hour, monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert typed(monkeypatch, "blackmamba", "report", "runs/tiny") == 1  # a launcher tries again, with another port
     assert "port 29500 is in use" in capsys.readouterr().err
+
+
+def test_extras_are_named_as_the_checkout_installs_them():
+    """No index has this project."""
+    extras = re.findall(r'^    "(\w+)": ', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    for file in (*(ROOT / "megatron_blackmamba").rglob("*.py"), *(ROOT / "docs").rglob("*.md")):
+        text = file.read_text()
+        assert not re.search("install (-U )?.?megatron-blackmamba", text), file
+        assert set(re.findall(r"-e '\.\[(\w+)\]'", text)) <= set(extras), file
 
 
 def install(tmp_path, python, version):

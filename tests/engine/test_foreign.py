@@ -90,6 +90,27 @@ def test_a_renamed_method_is_named_before_training(renamed):
     assert found and all("has no _get_model_param_range_map: " in finding.found for finding in found)
 
 
+def test_parts_require_no_name_when_imported():
+    """A run asks `refuse_missing` first, which says why a name is needed; it imports these files before."""
+    for path in (ROOT / "megatron_blackmamba/engine/parts").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            called = node.value.func if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+            assert getattr(called, "id", None) not in ("require", "replace", "private"), path
+
+
+def test_change_that_fails_on_import_gives_its_reason():
+    script = (
+        "from megatron_blackmamba.engine import changes, checked, foreign\n"
+        "def fail(): raise checked.EngineError('no reason')\n"
+        "changes.install = fail\n"
+        "entry = foreign.Foreign('torch.nn', ('_gone_tomorrow',), 'x', 'a test', 'nothing')\n"
+        "foreign.FOREIGN = (entry,)\n"
+        "import megatron_blackmamba.engine.parts\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "ForeignNameError: torch" in done.stderr and "_gone_tomorrow (torch.nn), which" in done.stderr
+
+
 def test_training_asks_first(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "from megatron_blackmamba.engine import foreign\n"

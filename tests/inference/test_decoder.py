@@ -15,7 +15,7 @@ from megatron_blackmamba.inference import Decoder, weights
 from megatron_blackmamba.inference.captured import Captured
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, cast, shapes
-from megatron_blackmamba.layers.experts.kind import chosen, gathered
+from megatron_blackmamba.layers.experts.decode import chosen, gathered
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
 

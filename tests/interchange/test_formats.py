@@ -4,6 +4,7 @@ import json
 import pickle
 import struct
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -355,9 +356,22 @@ def test_nothing_is_left_when_a_conversion_fails_midway(silu, tmp_path):
 
 def test_nonempty_folder_is_not_overwritten(silu, tmp_path):
     (tmp_path / "mine").write_text("precious")
-    with pytest.raises(InterchangeError, match="already there"):
-        convert.to_hf(canonical(silu), tmp_path, check="none")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("A model of somebody else.")
+    for overwrite in (False, True):
+        with pytest.raises(InterchangeError, match=r"already there.* is empty$"):
+            convert.to_hf(canonical(silu), tmp_path, check="none", overwrite=overwrite)
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("to", [convert.to_checkpoint, partial(convert.to_hf, check="none")], ids=["checkpoint", "hf"])
+def test_a_conversion_can_be_repeated(silu, tmp_path, to):
+    to(canonical(silu), tmp_path / "out")
+    (tmp_path / "out/older").touch()
+    with pytest.raises(InterchangeError, match=r"overwrite it \(--overwrite; in Python overwrite=True\)"):
+        to(canonical(silu), tmp_path / "out")
+    to(canonical(silu), tmp_path / "out", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and not (tmp_path / "out/older").exists()
 
 
 def test_a_tokenizer_of_another_model_is_refused(silu, tokenizer_file, tmp_path):

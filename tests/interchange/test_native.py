@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -219,3 +220,18 @@ def test_continued_training_is_equal_on_one_process_and_on_four(tmp_path):
     for key in ("loss", "grad_norm"):
         for one, other in zip(alone, many, strict=True):
             assert abs(one[key] - other[key]) < 1e-10
+
+
+LENGTHS = {"mamba": None, "mamba2": None, "nemotron_h": 2**20, "llama": 21, "granitemoehybrid": 21, "mixtral": 21}
+
+
+def test_only_rotary_positions_limit_a_native_export(theirs, tmp_path):
+    """A recurrence and attention without positions have no longest sequence; the card names the family."""
+    convert.to_hf(replace(native.read(theirs), sequence_length=21), tmp_path / "out", as_native=True, check="none")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    rotates = config.get("position_embedding_type") != "nope"
+    assert config.get("max_position_embeddings") == (LENGTHS[theirs.name] if rotates else 2**20)
+    assert native.read(tmp_path / "out").sequence_length == (
+        21 if config.get("max_position_embeddings") == 21 else 2048
+    )
+    assert not re.search("^# BlackMamba", (tmp_path / "out/README.md").read_text(), re.MULTILINE)

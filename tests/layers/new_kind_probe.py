@@ -19,7 +19,7 @@ from megatron_blackmamba.plan import flops, memory, parameters
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import world
 from tests.layers.fused import Fused
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
 layers.register(RunningMean)

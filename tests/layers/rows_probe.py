@@ -14,7 +14,7 @@ from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.runtime import world
 from tests.layers.fused import Fused, Untold
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
 for kind in (RunningMean, Fused, Untold):

@@ -1,4 +1,4 @@
-"""Only the files of `kinds/` know what a letter of the pattern means, or what a kind is called.
+"""Only the files of `layers/` know what a letter of the pattern means, or what a kind is called.
 
 Any constant that is a letter, a run of letters or the name of a kind counts, wherever it is written: in a comparison, a
 set, a `match`, a key. `*` and `-` are common characters; they count where code decides by them.
@@ -24,14 +24,14 @@ ALLOWED = {
     ("report/charts.py", "M"): "a million",
     ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
     ("ops/backends.py", "attention"): "a row of the table of kernels",
-    ("ops/decoding.py", "E"): "an axis of a C++ argument",
-    ("ops/decoding.py", "R"): "an axis of a C++ argument",
-    ("ops/sinkhorn/cpu.py", "E"): "an axis of a C++ argument",
+    ("ops/decoding/cpp.py", "E"): "an axis of a C++ argument",
+    ("ops/decoding/cpp.py", "R"): "an axis of a C++ argument",
+    ("ops/sinkhorn/cpp.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
     ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",
-    ("ops/triton_decoding.py", "E"): "an axis of a kernel's argument",
-    ("ops/triton_decoding.py", "M"): "an axis of a kernel's argument",
-    ("ops/triton_order.py", "E"): "an axis of a kernel's argument",
+    ("ops/decoding/triton.py", "E"): "an axis of a kernel's argument",
+    ("ops/decoding/triton.py", "M"): "an axis of a kernel's argument",
+    ("ops/order/triton.py", "E"): "an axis of a kernel's argument",
     ("settings/model.py", "attention"): "a section of the config",
     ("cli/hints.py", "--"): "the start of an option",
     ("cli/hints.py", "-"): "the start of an option",
@@ -93,12 +93,12 @@ def letters_in(source: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def found():
-    """(file, constant) -> lines, for the package without `kinds/` and the modeling files that every export contains."""
+    """(file, constant) -> lines, for the package without `layers/` and the modeling files that every export contains."""
     places: dict[tuple[str, str], list[int]] = {}
     for folder in (PACKAGE, PACKAGE / "data_tools"):
         for path in folder.rglob("*.py"):
             name = path.relative_to(PACKAGE).as_posix()
-            if not name.startswith(("kinds/", "hf/")):
+            if not name.startswith(("layers/", "hf/")):
                 for line, text in letters_in(path.read_text()):
                     places.setdefault((name, text), []).append(line)
     return places

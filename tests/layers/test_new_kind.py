@@ -3,8 +3,9 @@
 import pytest
 
 from megatron_blackmamba import layers
+from megatron_blackmamba.config import load
 from megatron_blackmamba.registry import KindError
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("new_kind")  # its processes start once, not once a worker
@@ -57,11 +58,28 @@ def test_export_refuses_new_kind_by_name(went):
 def test_registry_refuses_missing_answers_by_name():
     class Silent(RunningMean):
         letter = "S"
-        flops = layers.LayerKind.flops
-        traffic = layers.LayerKind.traffic
+        weights = layers.LayerKind.weights
+        exported = layers.LayerKind.exported
 
-    with pytest.raises(KindError, match="Silent does not define: flops, traffic"):
+    with pytest.raises(KindError, match="Silent does not define: exported, weights"):
         layers.register(Silent)
+
+
+class SilentCost(layers.Cost):
+    def flops(self, model, sequence):
+        return {}
+
+
+def test_costs_without_answers_are_refused_by_name():
+    class Priceless(RunningMean):
+        letter, cost = "Q", f"{__name__}:SilentCost"
+
+    layers.register(Priceless)
+    try:
+        with pytest.raises(KindError, match="SilentCost does not define: kept, traffic"):
+            load("tiny", ["model.pattern=Q"])
+    finally:
+        layers.unregister("Q")
 
 
 def test_registry_refuses_taken_letters():

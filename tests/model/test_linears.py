@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from megatron_blackmamba.config import ConfigError
-from megatron_blackmamba.model import specs
+from megatron_blackmamba.model import linears
 from megatron_blackmamba.ops import fp8
 
 
@@ -14,7 +14,7 @@ from megatron_blackmamba.ops import fp8
 )
 def test_missing_transformer_engine_is_named():
     with pytest.raises(ConfigError, match=r"kernels\.linear=te needs Transformer Engine"):
-        specs.linears("te")
+        linears.linears("te")
 
 
 def test_a_gpu_without_fp8_is_named(monkeypatch):
@@ -22,4 +22,4 @@ def test_a_gpu_without_fp8_is_named(monkeypatch):
     monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(fp8.torch.cuda, "get_device_name", lambda: "A100")
     with pytest.raises(ConfigError, match=r"need an H100 or a newer GPU; here is A100\. Use kernels.linear=local"):
-        specs.linears("fp8")
+        linears.linears("fp8")

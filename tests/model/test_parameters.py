@@ -9,7 +9,7 @@ from megatron_blackmamba.layers import by_rows, whole
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import world
-from tests.layers.running_mean import RunningMean
+from tests.layers.running_mean.kind import RunningMean
 
 ALWAYS_FP32 = ("A_log", ".D", "dt_proj.bias", "dt_bias")
 
@@ -57,8 +57,8 @@ class Imagined(RunningMean):
         return super().weights(model) | {"bias": whole(x=64)}
 
 
-class Blockless(RunningMean):
-    letter, block = "W", "tests.layers.running_mean:blok"
+class Mixerless(RunningMean):
+    letter, mixer = "W", "tests.layers.running_mean.mixer:Mixture"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ class Blockless(RunningMean):
         (Silent, r"layers\.1\.mixer\.gain: Silent\.weights does not declare its rows, nor how they are spread"),
         (Turned, r"layers\.1\.mixer\.out_proj\.weight: its module splits axis 1, and Turned\.weights says 0"),
         (Imagined, r"layers\.1\.mixer\.bias: Imagined\.weights declares it, but the mixer has no such parameter"),
-        (Blockless, r"Blockless.block='tests.layers.running_mean:blok' cannot be imported"),
+        (Mixerless, r"Mixerless.mixer='tests.layers.running_mean.mixer:Mixture' cannot be imported"),
     ],
 )
 def test_wrong_kind_is_named_when_its_layer_is_built(build, kind, said):

@@ -33,7 +33,7 @@ from tests.runtime.ranks import fork_ranks
 
 PARTS = ((0, 9), (9, 26), (26, 40))
 RESETS = {"none": None, "some": "some", "first": "first", "last": "last", "all": "all"}
-BACKENDS = ("float64", "chunked", *(f"cpu-{isa}" for isa in ISAS[-1:]))
+BACKENDS = ("float64", "chunked", *(f"cpp-{isa}" for isa in ISAS[-1:]))
 INTERPRETED = ("triton",) if find_spec("triton") else ()
 MAMBA3 = {"mamba3": 1, "mimo": 3}
 """Operation -> inputs of a head."""

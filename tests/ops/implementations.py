@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 ISAS = () if library.unavailable() else library.runnable_isas()
 CPP = [
     pytest.param(
-        f"cpu-{isa}", marks=pytest.mark.skipif(isa not in ISAS, reason=f"the C++ kernels for {isa} do not run here")
+        f"cpp-{isa}", marks=pytest.mark.skipif(isa not in ISAS, reason=f"the C++ kernels for {isa} do not run here")
     )
     for isa in library.ISAS
 ]
@@ -24,7 +24,7 @@ PROPERTY = settings(deadline=None, max_examples=30, derandomize=True, suppress_h
 
 @contextlib.contextmanager
 def implementation(name: str):
-    """Yield the backend of `chunked`, `cpu-avx2` and so on, with that instruction set in force."""
+    """Yield the backend of `chunked`, `cpp-avx2` and so on, with that instruction set in force."""
     backend, _, isa = name.partition("-")
     with mock.patch.dict(os.environ, {"BLACKMAMBA_ISA": isa} if isa else {}):
         yield backend

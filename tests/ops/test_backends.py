@@ -1,13 +1,17 @@
 """A backend that is broken on a machine is one that is not there: the next one does the work, and doctor says why."""
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from megatron_blackmamba import ops
 from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.adam import FUSED_ADAM
 from megatron_blackmamba.ops.selective_scan import Inputs
 
 
@@ -20,7 +24,7 @@ from megatron_blackmamba.ops.selective_scan import Inputs
 )
 def test_backend_that_cannot_be_imported_is_skipped(tmp_path, monkeypatch, body, reason):
     write_op(tmp_path, monkeypatch, "broken", body)
-    assert backends.choose("an_op", ("broken", "plain"), "auto").__name__ == "an_op.plain"
+    assert backends.choose("an_op", ("broken", "plain"), "auto", torch.ones(1)).__name__ == "an_op.plain"
     assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
 
 
@@ -108,7 +112,7 @@ def write_op(tmp_path, monkeypatch, name, body):
     (tmp_path / "an_op").mkdir()
     (tmp_path / "an_op/__init__.py").touch()
     (tmp_path / f"an_op/{name}.py").write_text(body)
-    (tmp_path / "an_op/plain.py").write_text("def unavailable(): return None\ndef unsupported(): return None\n")
+    (tmp_path / "an_op/plain.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     forget(monkeypatch, {"an_op", "an_op.plain", f"an_op.{name}"})
     for cached in (backends.why_not, backends._load):
@@ -119,7 +123,7 @@ def write_op(tmp_path, monkeypatch, name, body):
     ("logits", "reason"),
     [
         (torch.ones(1, 8), None),
-        (torch.ones(1, 8, dtype=torch.float64), "computes in float32, the input is float64"),
+        (torch.ones(1, 8, dtype=torch.float64), "takes float32, bfloat16, float16; the input is float64"),
         (torch.ones(0, 8), "there are no tokens"),
         (torch.ones(4, 256), None),
         (torch.ones(4, 257), "up to 256 experts, not 257"),
@@ -127,11 +131,11 @@ def write_op(tmp_path, monkeypatch, name, body):
 )
 def test_triton_router_says_what_it_cannot_take(monkeypatch, logits, reason):
     pytest.importorskip("triton")
-    from megatron_blackmamba.ops.sinkhorn import triton
+    from megatron_blackmamba.ops.sinkhorn import Inputs, triton
 
-    assert triton.unsupported(logits, None) == "the tensors are not on a CUDA device"
-    monkeypatch.setattr(triton, "interpreted", lambda: True)
-    assert triton.unsupported(logits, None) == reason
+    assert backends.unsupported(triton, Inputs(logits)) == "the tensors are not on a CUDA device"
+    monkeypatch.setattr(backends, "interpreted", lambda: True)
+    assert backends.unsupported(triton, Inputs(logits)) == reason
 
 
 def test_each_op_names_backend_in_use_and_better_ones(monkeypatch):
@@ -141,16 +145,26 @@ def test_each_op_names_backend_in_use_and_better_ones(monkeypatch):
     assert "not triton: " in lines["gated"]
     monkeypatch.setattr(backends, "has_gpu", lambda: True)
     on_gpu = dict(line.split(": ", 1) for line in backends.in_use())
-    assert on_gpu["gated"].startswith("pytorch; not triton: ")  # kernels for CPUs take no CUDA tensors
-    assert not on_gpu["selective_scan"].startswith("cpu")
+    assert on_gpu["gated"].startswith("reference; not triton: ")  # kernels for CPUs take no CUDA tensors
+    assert not on_gpu["selective_scan"].startswith("cpp")
     if find_spec("mamba_ssm") is None:
         assert on_gpu["ssd"] == "chunked; not mamba_ssm: No module named 'mamba_ssm'"
 
 
+def test_every_op_with_backends_has_one_form():
+    for folder in (path for path in Path(ops.__file__).parent.iterdir() if (path / "__init__.py").exists()):
+        op = import_module(f"{ops.__name__}.{folder.name}")
+        for name in op.BACKENDS:
+            assert (folder / f"{name}.py").exists(), f"{folder.name} has no {name}.py"
+        assert set(op.BACKENDS) <= set(op.available_backends())
+    flat = {path.stem for path in Path(ops.__file__).parent.glob("triton_*.py")}
+    assert flat == {"triton_math", "triton_support"}  # which all kernels share
+
+
 def test_adam_of_installed_package_is_preferred(monkeypatch):
-    for name in backends.FUSED_ADAM:
+    for name in FUSED_ADAM:
         monkeypatch.setitem(sys.modules, name, None)
     line = next(line for line in backends.in_use() if line.startswith("adam: "))
     assert "not fused_adam: import of transformer_engine.pytorch.optimizers" in line and "apex.optimizers" in line
-    monkeypatch.setitem(sys.modules, backends.FUSED_ADAM[1], ModuleType("apex.optimizers"))
+    monkeypatch.setitem(sys.modules, FUSED_ADAM[1], ModuleType("apex.optimizers"))
     assert "adam: fused_adam" in backends.in_use()

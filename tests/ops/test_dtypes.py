@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from megatron_blackmamba.ops import rounding
+from megatron_blackmamba.ops.adam import rounding
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.cross_entropy import cross_entropy
 from megatron_blackmamba.ops.experts import grouped_experts, grouped_linear

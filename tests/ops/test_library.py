@@ -29,7 +29,7 @@ def test_every_kernel_is_tested_for_every_instruction_set():
     tests = Path(__file__).parent
     assert len(kernels) > 6
     assert [k for k in kernels if "CPP" not in (tests / f"test_{k}.py").read_text()] == []
-    assert [param.values[0] for param in CPP] == [f"cpu-{isa}" for isa in library.ISAS]
+    assert [param.values[0] for param in CPP] == [f"cpp-{isa}" for isa in library.ISAS]
 
 
 def test_without_the_library_everything_still_runs(tmp_path):
@@ -40,8 +40,8 @@ from megatron_blackmamba.ops import library
 library.LIBRARY = pathlib.Path({str(tmp_path / "missing.so")!r})
 from megatron_blackmamba.ops import causal_conv1d, selective_scan
 from megatron_blackmamba.ops.matvec import matvec
-assert "not built" in selective_scan.available_backends()["cpu"]
-assert "not built" in causal_conv1d.available_backends()["cpu"]
+assert "not built" in selective_scan.available_backends()["cpp"]
+assert "not built" in causal_conv1d.available_backends()["cpp"]
 u, BC = torch.randn(1, 5, 4), torch.randn(1, 5, 2)
 y = selective_scan.selective_scan(u, u, -torch.ones(4, 2), BC, BC)
 y = causal_conv1d.causal_conv1d(y, torch.randn(4, 4))

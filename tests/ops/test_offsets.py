@@ -41,16 +41,16 @@ def results(function, inputs, dy):
 def far_results(operation, backend):
     """Return what a backend makes of inputs, and puts into outputs, whose tokens lie far apart."""
     if operation == "scan":
-        from megatron_blackmamba.ops.selective_scan import cpu
+        from megatron_blackmamba.ops.selective_scan import cpp
 
-        module, inputs = cpu, scan_inputs
+        module, inputs = cpp, scan_inputs
         if backend == "triton":
             from megatron_blackmamba.ops.selective_scan import triton as module
         function = module.scan
     else:
-        from megatron_blackmamba.ops.causal_conv1d import cpu
+        from megatron_blackmamba.ops.causal_conv1d import cpp
 
-        module, inputs = cpu, conv_inputs
+        module, inputs = cpp, conv_inputs
         if backend == "triton":
             from megatron_blackmamba.ops.causal_conv1d import triton as module
         function = module.convolve
@@ -78,4 +78,4 @@ def test_triton_kernels_reach_tokens_beyond_32_bits(interpreted, operation):
 @pytest.mark.parametrize("name", CPP)
 def test_cpp_kernels_reach_tokens_beyond_32_bits(name, operation):
     with implementation(name):
-        assert_close(far_results(operation, "cpu"), near_results(operation), 1e-5)
+        assert_close(far_results(operation, "cpp"), near_results(operation), 1e-5)

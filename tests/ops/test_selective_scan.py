@@ -229,7 +229,7 @@ def test_backward_uses_instruction_set_of_its_forward():
     tensors, options = scan_inputs(L=40)  # 19 channels: vectors of 4, 8 and 16 lay the stored states out differently
     expected = values_and_gradients(tensors, options, "float64")
     leaves = {key: tensor.clone().requires_grad_() for key, tensor in tensors.items()}
-    with implementation("cpu-plain") as backend:
+    with implementation("cpp-plain") as backend:
         y, state = call(leaves, options, backend)
     g = torch.Generator().manual_seed(1)
     torch.autograd.backward((y, state), (torch.randn(y.shape, generator=g), torch.randn(state.shape, generator=g)))
@@ -250,10 +250,10 @@ def test_the_best_backend_that_can_is_chosen():
     tensors, options = scan_inputs(N=65, L=3)
     assert call(tensors, options, "auto")[0].shape == tensors["u"].shape  # too many states for C++
     with pytest.raises(ValueError, match=r"65 states, at most 64|not built"):
-        call(tensors, options, "cpu")
+        call(tensors, options, "cpp")
     exact = {key: tensor.double() for key, tensor in tensors.items()}
     assert call(exact, options, "auto")[1].dtype == torch.float64
-    assert set(available_backends()) == {"cuda", "mamba_ssm", "triton", "cpu", "chunked", "reference"}
+    assert set(available_backends()) == {"cuda", "mamba_ssm", "triton", "cpp", "chunked", "reference"}
     assert available_backends()["chunked"] is None and available_backends()["reference"] is None
 
 

@@ -218,7 +218,7 @@ def _choose_half(rank, store_file, results):
 def test_two_ranks_choose_as_one_rank_does(tmp_path):
     cases = [
         (backend, *case)
-        for backend in (["cpu"] if ISAS else []) + ["reference"]
+        for backend in (["cpp"] if ISAS else []) + ["reference"]
         for case in [
             (0, "balanced", 1),
             (1, "balanced", 1),

@@ -23,7 +23,7 @@ def gradients(step, dtype=torch.float32):
 
 def run_adam(decoupled, shift, moments=None, by_kernel=True, dtype=torch.float32):
     from megatron_blackmamba.engine.adam import Adam
-    from megatron_blackmamba.ops import triton_adam
+    from megatron_blackmamba.ops.adam import triton as triton_adam
 
     triton_adam.CHUNK, triton_adam.BLOCK = 32, 16  # whole blocks, a masked end, several chunks
     weights = []

@@ -22,7 +22,7 @@ def rounding(sequences, dtype):
 
 def small_tiles():
     """Make tiles so small that a test's shapes need several, the last of them not full."""
-    from megatron_blackmamba.ops import triton_decoding as decoding
+    from megatron_blackmamba.ops.decoding import triton as decoding
 
     decoding.ONE = {part: decoding.Tiling(4, 16, 1) for part in decoding.ONE}
     decoding.FEW = {part: decoding.Tiling(16, 16, 1) for part in decoding.FEW}
@@ -35,7 +35,7 @@ def run_block(name, weights, moving, how, last_B=None):
 
     small_tiles()
     step = getattr(decoding, name)(**weights, **how)
-    assert type(step).__module__.endswith("triton_decoding")
+    assert type(step).__module__.endswith("decoding.triton")
     step(*moving.values(), last_B=last_B)
     return moving
 
@@ -102,7 +102,7 @@ def test_mlp_block_agrees_with_float64(interpreted, sequences, dtype):
 
 
 def run_ends(tokens_B, embedding_VD, head_VD):
-    from megatron_blackmamba.ops import triton_decoding as decoding
+    from megatron_blackmamba.ops.decoding import triton as decoding
 
     small_tiles()
     stream_BD = decoding.embedded(tokens_B, embedding_VD, 3.0)
@@ -122,7 +122,7 @@ def test_embedding_and_head_agree_with_float64(interpreted, sequences, dtype):
 
 
 def run_likeliest(logits_BV):
-    from megatron_blackmamba.ops import triton_decoding as decoding
+    from megatron_blackmamba.ops.decoding import triton as decoding
 
     return decoding.likeliest(logits_BV)
 

@@ -23,9 +23,10 @@ def exact(*shape):
 
 
 def by_rows(x):
-    from megatron_blackmamba.ops import fp8, triton_fp8
+    from megatron_blackmamba.ops import fp8
+    from megatron_blackmamba.ops.fp8 import triton as triton_fp8
 
-    assert fp8.backends.triton_of("fp8", x) is triton_fp8
+    assert fp8.backends.choose(fp8.__name__, fp8.BACKENDS, "auto", x) is triton_fp8
     numbers, scale = fp8.by_rows(x)
     return numbers.float(), scale
 

@@ -31,7 +31,7 @@ def run_gated(gate_up, weights, grad, gelu):
 
     leaves = leaves_of([gate_up, weights])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_blackmamba.ops.triton_gated.BLOCK_F", 16)  # several blocks
+        patch.setattr("megatron_blackmamba.ops.gated.triton.BLOCK_F", 16)  # several blocks
         y = gated(leaves[0], "gelu" if gelu else "silu", leaves[1])
         y.backward(grad)
     return named([y], leaves)
@@ -51,8 +51,8 @@ def test_gating_agrees_with_float64(interpreted, dtype, gelu, weighted):
 
 
 def run_norm(x, branch, weight, grad_y, grad_stream):
-    from megatron_blackmamba.ops import triton_norm
     from megatron_blackmamba.ops.rms_norm import norm_and_stream
+    from megatron_blackmamba.ops.rms_norm import triton as triton_norm
 
     triton_norm.programs = lambda x: 3  # several tokens each
     leaves = leaves_of([x, branch, weight])
@@ -94,7 +94,8 @@ def test_stream_alone_passes_its_gradient_on(interpreted):
 
 
 def run_head_loss(x, weight, labels, grad, chunk):
-    from megatron_blackmamba.ops import head_loss, triton_cross_entropy
+    from megatron_blackmamba.ops import head_loss
+    from megatron_blackmamba.ops.cross_entropy import triton as triton_cross_entropy
 
     triton_cross_entropy.BLOCK_V = 16
     head_loss.MOST_LOGITS, head_loss.TOKENS_UNKEPT = chunk * len(weight), chunk
@@ -122,7 +123,8 @@ def test_head_loss_agrees_with_float64(interpreted, dtype, chunk, equal):
 
 
 def run_head_loss_with(x, weight, labels, grad, how):
-    from megatron_blackmamba.ops import head_loss, triton_cross_entropy
+    from megatron_blackmamba.ops import head_loss
+    from megatron_blackmamba.ops.cross_entropy import triton as triton_cross_entropy
 
     triton_cross_entropy.BLOCK_V = 16
     leaves = leaves_of([x, weight])

@@ -9,11 +9,11 @@ pytestmark = pytest.mark.xdist_group("triton")
 
 
 def orders(choice_P, experts, programs):
-    from megatron_blackmamba.ops import backends, order, triton_order
+    from megatron_blackmamba.ops import order
+    from megatron_blackmamba.ops.order import triton as triton_order
 
     triton_order.PROGRAMS, triton_order.TILE = programs, 64
-    assert backends.triton_of("order", choice_P, experts)
-    return order.order_of(choice_P, experts)
+    return order.order_of(choice_P, experts, backend="triton")
 
 
 @pytest.mark.parametrize("programs", [1, 5, 128])

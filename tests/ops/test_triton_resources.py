@@ -88,7 +88,7 @@ WEIGHTS = {
 
 
 def test_overlapping_kernels_wait_before_they_use_activations(monkeypatch):
-    from megatron_blackmamba.ops import triton_decoding
+    from megatron_blackmamba.ops.decoding import triton as triton_decoding
 
     monkeypatch.setattr(triton_decoding.Launch, "__init__", lambda self, *_, **__: setattr(self, "overlap", True))
     for kernel in kernels_of(OPERATIONS["decoding, one"], 90):

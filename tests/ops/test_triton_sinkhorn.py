@@ -12,11 +12,11 @@ pytestmark = pytest.mark.xdist_group("triton")
 
 
 def triton_choice(logits, iterations, start="balanced", one_program=True, count_E=None, temperature=2.0):
-    from megatron_blackmamba.ops.sinkhorn import triton
+    from megatron_blackmamba.ops.sinkhorn import Inputs, triton
 
     triton.ONE_PROGRAM = logits.numel() if one_program else 0
     triton.PROGRAMS = 4  # few, so that each has several blocks of tokens
-    return triton.choice(logits, iterations, temperature, start, None, count_E), count_E
+    return triton.choice(Inputs(logits, iterations, temperature, start), count_E), count_E
 
 
 def triton_auto(logits, start, one_program):
@@ -30,11 +30,11 @@ def triton_auto(logits, start, one_program):
 
 
 def triton_bias(logits, iterations, start, one_program):
-    from megatron_blackmamba.ops.sinkhorn import triton
+    from megatron_blackmamba.ops.sinkhorn import Inputs, triton
 
     triton.ONE_PROGRAM = logits.numel() if one_program else 0
     triton.PROGRAMS = 4
-    return triton.bias(logits, iterations, 2.0, start, None)
+    return triton.bias(Inputs(logits, iterations, start=start))
 
 
 @pytest.mark.parametrize("one_program", [True, False])
@@ -109,11 +109,11 @@ def test_two_ranks_balance_as_one_does(interpreted, tmp_path):
 def choice_on_rank(rank, store_file, logits):
     import torch.distributed as dist
 
-    from megatron_blackmamba.ops.sinkhorn import triton
+    from megatron_blackmamba.ops.sinkhorn import Inputs, triton
 
     dist.init_process_group("gloo", store=dist.FileStore(store_file, 2), rank=rank, world_size=2)
     try:
-        return triton.choice(logits, 2, 2.0, "balanced", dist.group.WORLD)
+        return triton.choice(Inputs(logits, 2, group=dist.group.WORLD))
     finally:
         dist.destroy_process_group()
 

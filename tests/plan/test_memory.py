@@ -24,7 +24,7 @@ EVERYDAY = (
     "ema",
     "parallel_layers",
 )
-EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo")
+EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo", "relu2")
 EVERYDAY += ("mamba2_tp2", "mimo_tp2", "hybrid_cp2", "norms_tp2", "ahead_tp2", "nemotron", "expert_bias_ep2")
 
 
@@ -72,7 +72,7 @@ def test_flops_of_every_kind_are_those_torch_counts(measured, kind):
     """Torch counts matrix products; Mamba's scan and convolution are none."""
     config = load("tiny", ONE_OF_EACH[kind.letter])
     parts = flops.forward_by_part(config.model, config.data.sequence_length)
-    products = sum(count for part, count in parts.items() if part not in kind.elementwise)
+    products = sum(count for part, count in parts.items() if part not in kind.costs.elementwise)
     assert config.data.sequence_length * products == measured["flops"][0][kind.letter]
 
 

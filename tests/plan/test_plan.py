@@ -292,6 +292,21 @@ def test_the_table_tells_what_the_json_tells(monkeypatch):
         assert expected in done.output
 
 
+@pytest.mark.parametrize(
+    ("asked", "overrides", "said"),
+    [
+        (None, [], r"[\d.,]+ [BM] parameters, [\d.]+ B tokens; add --nodes N \(and --gpu\) for memory"),
+        (Asked(7, 8, H100), [], r"fits: [\d.]+ of [\d.]+ GiB on the fullest of 56 H100[^;]*; [\d.]+ days at best"),
+        (Asked(7, 8, H100, mfu=0.2), [], r"fits: .* days at 20.0% MFU"),
+        (Asked(7, 8, H100), ["training.micro_batch=126"], r"cannot run on 56 H100[^:]*: training.micro_batch=126"),
+        (Asked(7, 8, gpus.KNOWN["a100-40gb"]), [], r"does not fit: [\d.]+ of [\d.]+ GiB on the fullest of"),
+    ],
+)
+def test_plan_begins_with_its_verdict(asked, overrides, said):
+    shown = printed(estimate.make_plan(load("blackmamba_1.5b", overrides), asked))
+    assert re.match(rf"blackmamba_1.5b:? {said}", shown), shown
+
+
 def test_routing_that_depends_on_the_layout_is_noted(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     arguments = ["tiny", "--nodes", "1", "--gpus-per-node", "2", "parallel.tensor=2"]

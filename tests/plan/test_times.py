@@ -50,7 +50,7 @@ SCANS = {  # issue slots per state and token of each kernel, and bytes per chann
 def test_scan_of_a_mamba_layer_by_hand(case):
     overrides, slots, moved = SCANS[case]
     config = load("blackmamba_1.5b", overrides)
-    forward, backward = kind_of("M").work(sizes_of(config, "cuda"))
+    forward, backward = kind_of("M").costs.work(sizes_of(config, "cuda"))
     cells, N = config.training.micro_batch * 2048 * 2304, 16
     scans = [work for work in forward + backward if work.slots]
     assert [work.slots for work in scans] == pytest.approx([each * N * cells for each in slots], rel=1e-3)
@@ -60,8 +60,8 @@ def test_scan_of_a_mamba_layer_by_hand(case):
 @pytest.mark.parametrize("letter", ["M", "E"])
 def test_products_of_a_layer_are_those_of_its_flops(letter):
     config = load("blackmamba_1.5b", ["model.shared_expert_hidden_size=512"])
-    forward, backward = kind_of(letter).work(sizes_of(config, "cuda"))
-    parts = kind_of(letter).flops(config.model, 2048)
+    forward, backward = kind_of(letter).costs.work(sizes_of(config, "cuda"))
+    parts = kind_of(letter).costs.flops(config.model, 2048)
     products = sum(count for part, count in parts.items() if part not in ("scan", "convolution"))
     assert sum(work.flops for work in forward) == products * 18 * 2048
     assert sum(work.flops for work in backward) == 2 * products * 18 * 2048

@@ -1,23 +1,22 @@
-"""The charts, read back from the SVG: positions are values, widths are shares."""
+"""The charts, read back from the SVG and from matplotlib: positions are values, widths are shares."""
 
 import json
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_blackmamba.report import charts, pictures
+from megatron_blackmamba.report import charts
 from megatron_blackmamba.report.charts import Line, Mark
-from megatron_blackmamba.report.history import Series
+from megatron_blackmamba.report.pictures import write_pictures
 
 X0, X1 = charts.LEFT, charts.WIDTH - charts.RIGHT
 Y0, Y1 = charts.HEIGHT - charts.BOTTOM, charts.TOP  # y grows upwards
 
 
 def drawn(figure):
-    return ElementTree.fromstring(figure)
+    return ElementTree.fromstring(figure.html())
 
 
 def shapes(figure, tag, kind):
@@ -37,7 +36,7 @@ def titles(figure, tag):
 
 
 def test_curve_goes_from_corner_to_corner():
-    figure = charts.lines("loss", [Line("a", [0, 5, 10], [0, 0.5, 1])], zero=True)
+    figure = charts.Lines("loss", [Line("a", [0, 5, 10], [0, 0.5, 1])], zero=True)
     (curve,) = shapes(figure, "polyline", "line")
     top = Y0 - (Y0 - Y1) / 1.05  # 5% of air above the largest value
     assert points(curve) == [(X0, Y0), ((X0 + X1) / 2, round((Y0 + top) / 2, 1)), (X1, round(top, 1))]
@@ -49,13 +48,13 @@ def test_curve_goes_from_corner_to_corner():
 
 def test_band_of_a_short_curve_is_drawn_whole():
     band = Line("a", [0, 10], [2, 4], low=np.array([1.0, 3.0]), high=np.array([3.0, 9.0]))
-    (shape,) = shapes(charts.lines("loss", [band]), "polygon", "band")
+    (shape,) = shapes(charts.Lines("loss", [band]), "polygon", "band")
     assert all(Y1 <= y <= Y0 for _, y in points(shape))
 
 
 def test_axes_cover_all_curves():
     curves = [Line("a", [0, 4], [1, 1]), Line("b", [2, 8], [2, 3], dashed=True, colour=9), Line("none", [], [])]
-    figure = charts.lines("loss", curves, [Mark(6, "skipped", "step 6: <bad>")], x_label="samples")
+    figure = charts.Lines("loss", curves, [Mark(6, "skipped", "step 6: <bad>")], x_label="samples")
     first, second = shapes(figure, "polyline", "line")
     width = X1 - X0
     assert [x for x, _ in points(first)] == [X0, X0 + width / 2]
@@ -75,7 +74,7 @@ def test_axes_cover_all_curves():
 
 
 def test_ticks_stand_at_their_values():
-    figure = charts.lines("loss", [Line("a", [0, 300], [0, 20])], zero=True)
+    figure = charts.Lines("loss", [Line("a", [0, 300], [0, 20])], zero=True)
     places = texts(figure)
     assert places["100"] == (round(X0 + (X1 - X0) / 3, 1), Y0 + 16)
     height = Y0 - 10 / 21 * (Y0 - Y1)
@@ -85,7 +84,7 @@ def test_ticks_stand_at_their_values():
 
 def test_band_lies_between_low_and_high():
     line = Line("a", np.array([0, 1]), np.array([1, 1]), np.array([0, 0]), np.array([2, 1]))
-    (band,) = shapes(charts.lines("loss", [line], zero=True), "polygon", "band")
+    (band,) = shapes(charts.Lines("loss", [line], zero=True), "polygon", "band")
     unit = (Y0 - Y1) / (2 * 1.05)  # the band of so short a curve sets the axis
     assert points(band) == [
         (X0, round(Y0 - 2 * unit, 1)),
@@ -94,41 +93,41 @@ def test_band_lies_between_low_and_high():
         (X0, Y0),
     ]
     flat = Line("a", np.array([0, 1]), np.array([1, 1]), np.array([1, 1]), np.array([1, 1]))
-    assert shapes(charts.lines("loss", [flat]), "polygon", "band") == []
+    assert shapes(charts.Lines("loss", [flat]), "polygon", "band") == []
 
 
 def test_single_point_is_a_dot():
-    figure = charts.lines("loss", [Line("a", [3], [1.0])])
+    figure = charts.Lines("loss", [Line("a", [3], [1.0])])
     (dot,) = shapes(figure, "circle", "dot")
     assert float(dot.get("cx")) == X0
     assert float(dot.get("cy")) == (Y0 + Y1) / 2
     assert texts(figure)["4"][0] == X1  # an axis of one step
-    assert shapes(charts.lines("loss", [Line("a", [3, 4], [1.0, 2.0])]), "circle", "dot") == []
+    assert shapes(charts.Lines("loss", [Line("a", [3, 4], [1.0, 2.0])]), "circle", "dot") == []
     assert list(drawn(figure).iter("span")) == []  # one curve needs no legend
 
 
 def test_few_outliers_are_cut_off():
     y = np.ones(300)
     y[::2], y[7] = 2, 1000
-    (curve,) = shapes(charts.lines("loss", [Line("a", np.arange(300), y)]), "polyline", "line")
+    (curve,) = shapes(charts.Lines("loss", [Line("a", np.arange(300), y)]), "polyline", "line")
     assert points(curve)[0][1] - points(curve)[1][1] == pytest.approx(-(Y0 - Y1) / 1.1, abs=0.2)
-    (short,) = shapes(charts.lines("loss", [Line("a", np.arange(50), y[:50])]), "polyline", "line")
+    (short,) = shapes(charts.Lines("loss", [Line("a", np.arange(50), y[:50])]), "polyline", "line")
     assert min(height for _, height in points(short)) >= Y1
 
 
 def test_stacked_areas_fill_the_chart():
-    figure = charts.stacked("experts", [0, 10], np.array([[0.25, 0.75], [0.5, 0.5]]), ["one", "two"])
+    figure = charts.Stacked("experts", [0, 10], np.array([[0.25, 0.75], [0.5, 0.5]]), ["one", "two"])
     below, above = shapes(figure, "polygon", "area")
     at = lambda share: Y0 - share * (Y0 - Y1)
     assert points(below) == [(X0, at(0.25)), (X1, at(0.5)), (X1, Y0), (X0, Y0)]
     assert points(above) == [(X0, Y1), (X1, Y1), (X1, at(0.5)), (X0, at(0.25))]
     assert titles(figure, "polygon") == ["one", "two"]
-    (alone, _) = shapes(charts.stacked("experts", [5], np.array([[0.25, 0.75]]), ["one", "two"]), "polygon", "area")
+    (alone, _) = shapes(charts.Stacked("experts", [5], np.array([[0.25, 0.75]]), ["one", "two"]), "polygon", "area")
     assert [x for x, _ in points(alone)] == [X0, X1, X1, X0]
 
 
 def test_bars_are_as_long_as_their_values():
-    figure = charts.bars(
+    figure = charts.Bars(
         "shares", ["pile", "a very long name of a source"], {"planned": [0.5, 0.25], "achieved": [0.4, 0]}
     )
     widths = [float(bar.get("width")) for bar in drawn(figure).iter("rect")]
@@ -142,7 +141,7 @@ def test_bars_are_as_long_as_their_values():
 
 
 def test_layers_are_divided_into_shares():
-    figure = charts.shares_by_layer("experts", ["layer 1", "layer 3"], np.array([[0.25, 0.75], [0.5, 0.5]]))
+    figure = charts.Shares("experts", ["layer 1", "layer 3"], np.array([[0.25, 0.75], [0.5, 0.5]]))
     span = charts.WIDTH - 70 - charts.RIGHT
     rects = [(float(r.get("x")), float(r.get("y")), float(r.get("width"))) for r in drawn(figure).iter("rect")]
     assert rects == [
@@ -159,33 +158,76 @@ def test_layers_are_divided_into_shares():
 
 
 @pytest.mark.parametrize(
-    "figure", [charts.lines("t", []), charts.bars("t", [], {}), charts.stacked("t", [], np.zeros((0, 2)), [])]
+    "figure",
+    [
+        charts.Lines("t", []),
+        charts.Bars("t", [], {}),
+        charts.Stacked("t", [], np.zeros((0, 2)), []),
+        charts.Shares("t", [], np.zeros((0, 2))),
+    ],
 )
 def test_chart_without_values_says_so(figure):
     assert set(texts(figure)) == {"nothing recorded yet"}
 
 
-# Pictures for slides.
+def test_logarithmic_axis_has_powers_of_ten():
+    figure = charts.Lines("loss", [Line("a", [1, 10, 100], [0, 1, 2])], log=True)
+    (curve,) = shapes(figure, "polyline", "line")
+    assert [x for x, _ in points(curve)] == [X0, (X0 + X1) / 2, X1]
+    assert texts(figure)["10"] == ((X0 + X1) / 2, Y0 + 16) and "20" in texts(figure)
+    (numbers,) = shapes(figure, "script", "chart-data")
+    assert json.loads(numbers.text)["log"] and json.loads(numbers.text)["series"][0]["x"] == [1, 10, 100]
+    assert charts.log_ticks(0, 3) == [1, 10, 100, 1000]
 
 
-def test_the_legend_names_every_loss_curve():
+# Pictures for slides: the same charts, drawn by matplotlib.
+
+
+def plotted(chart):
     axes = Figure().subplots()
-    training = Series(np.array([1, 2]), np.array([3.0, 2.0]))
-    validation = Series(np.array([2]), np.array([2.5]))
-    trunk = SimpleNamespace(name="t", scalars={"loss": Series(np.array([1]), np.array([4.0]))})
-    of = {"web": validation}
-    history = SimpleNamespace(name="run", scalars={"loss": training}, of=lambda metric: of, trunks=[trunk])
-    assert pictures._loss(history, axes)
-    named = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert named == {"training, all sources": [3.0, 2.0], "trunk t": [4.0], "web, validation": [2.5]}
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == list(named)
+    chart.draw(axes)
+    return axes
 
 
-def test_the_mixture_is_drawn_beside_its_plan():
-    axes = Figure().subplots()
-    history = SimpleNamespace(name="run", achieved={"web": 0.6, "books": 0.4}, planned={"web": 0.5})
-    assert pictures._mixture(history, axes)
+def test_picture_has_the_curves_of_the_page():
+    band = Line("a", [1, 10], np.array([1, 2]), np.array([0, 1]), np.array([2, 3]), colour=3)
+    alone = Line("b", [5], np.array([4.0]), np.array([3.0]), np.array([5.0]), dashed=True)
+    axes = plotted(charts.Lines("loss", [band, alone], [Mark(2, "skipped", "x")], x_label="tokens", log=True))
+    named = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()}
+    assert named["a"] == ([1, 10], [1, 2]) and named["b"] == ([5], [4])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "tokens")
+    edges = axes.collections[0].get_paths()[0].vertices
+    assert {tuple(edge) for edge in edges} == {(1, 0), (10, 1), (10, 3), (1, 2)}
+    (lower, upper) = axes.containers[0][2][0].get_segments()[0]
+    assert (lower[1], upper[1]) == (3, 5)
+
+
+def test_picture_of_many_curves_names_a_few():
+    curves = [Line(f"{i}", [0, 1], [i, i], dashed=i > 1) for i in range(11)]
+    names = [text.get_text() for text in plotted(charts.Lines("loss", curves)).get_legend().get_texts()]
+    assert names == ["0", "1"]
+
+
+def test_picture_has_bars_beside_each_other():
+    axes = plotted(charts.Bars("shares", ["web", "books"], {"planned": [0.5, 0.0], "achieved": [0.6, 0.4]}))
     planned, achieved = ([bar.get_width() for bar in bars] for bars in axes.containers)
     assert planned == [0.5, 0.0] and achieved == [0.6, 0.4]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["web", "books"]
-    assert axes.get_xlabel() == "share of the samples" and axes.get_title() == "run: mixture"
+    assert {"60.00%", "0.00%"} <= {text.get_text() for text in axes.texts}
+
+
+def test_picture_has_shares_behind_each_other():
+    axes = plotted(charts.Shares("experts", ["layer 1", "layer 3"], np.array([[0.25, 0.75], [0.5, 0.5]])))
+    assert [[bar.get_x() for bar in bars] for bars in axes.containers] == [[0, 0], [0.25, 0.5]]
+    assert [[bar.get_width() for bar in bars] for bars in axes.containers] == [[0.25, 0.5], [0.75, 0.5]]
+    areas = plotted(
+        charts.Stacked("experts", [0, 10], np.array([[0.25, 0.75], [0.5, 0.5]]), ["one", "two"])
+    ).collections
+    assert [area.get_paths()[0].vertices[:, 1].max() for area in areas] == [0.5, 1.0]
+
+
+def test_pictures_of_nothing_are_not_written(tmp_path):
+    bars, nothing = charts.Bars("a", ["x"], {"one": [1.0]}), charts.Lines("b", [])
+    assert write_pictures(tmp_path, {"both": [bars, nothing], "none": [nothing]}) == [tmp_path / "both.png"]
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")

@@ -22,6 +22,7 @@ from megatron_blackmamba.report.compare import compare, render, tables
 from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
 from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import Overview, overviews, show
+from megatron_blackmamba.report.page import render as render_run
 from tests.pages import check_page
 
 SHARES = {"code": "3/4", "prose": "1/4"}
@@ -239,6 +240,9 @@ def test_runs_show_how_a_run_ended(two, kind, state):
     record_event(two[0], "shards_unverified")
     assert overviews(two[0])[0].state == state
     (two[0] / "requeue").touch()
+    assert overviews(two[0])[0].state == "stopped"  # by Ctrl-C: nothing goes on by itself
+    (two[0] / "logs").mkdir()
+    (two[0] / "logs/running_job").write_text("7\n")
     assert overviews(two[0])[0].state == "requeue"
     (two[0] / "requeue").unlink()
     record_event(two[0], "resumed")
@@ -279,6 +283,29 @@ def test_comparison_shows_the_number_of_processes(two):
     record_event(two[1], "started", steps=100, tokens_per_step=2048)  # an older version's
     results = tables(read_all(two))[0][2]
     assert ["processes", "2, 4", "not recorded"] in results
+
+
+def test_runs_without_validation_by_then_say_so(tmp_path):
+    early, more = write_run(tmp_path / "early", 5), write_run(tmp_path / "more", 40, shares={**SHARES, "maths": "1/4"})
+    other = write_run(tmp_path / "other", 40)  # of another mixture, so that bits per byte are averaged here
+    of = {name: cells for name, *cells in tables(read_all([early, more, other]))[0][2]}
+    validated = {name: cells for name, cells in of.items() if "validation" in name}
+    assert len(validated) == 4  # losses and bits per byte, at equal tokens and equal FLOPs
+    assert all(cells == ["not validated by then"] * 3 for cells in validated.values())
+
+
+def test_records_are_read_without_the_module_of_the_layers(two, tmp_path):
+    """Only the FLOPs need it."""
+    config = two[0] / "config.yaml"
+    config.write_text(config.read_text().replace("pattern: MEME", "pattern: MXMX"))
+    (shown,) = overviews(two[0])
+    assert (shown.step, shown.steps) == (60, 100)
+    assert "Loss" in render_run(read_history(two[0]))
+    page, of = render(read_all(two)), {name: cells for name, *cells in tables(read_all(two))[0][2]}
+    assert of["training FLOPs"] == ["not known: name the module of its layers in BLACKMAMBA_IMPORT", "5.31e+10"]
+    assert "training loss at 81.9k tokens, mean of the last steps" in of
+    assert not any("FLOPs" in name for name in of if name != "training FLOPs")
+    assert "By tokens" in page and "By training FLOPs" not in page
 
 
 LONG = Overview("study/tuning-mamba-large/seed1", "training", 23, 297_620, 2_818_048, 3.7123, 4.0312, 16_334.0, 61.0, 2)

@@ -128,6 +128,22 @@ def test_everything_a_reader_asks_for_is_there(page):
     assert "no source is further than 0.67 samples from its plan" in text
 
 
+def test_charts_hold_the_recorded_numbers(make_run):
+    records = [record(step) for step in range(1, 61)]
+    text = write_report(make_run(60, records)).read_text()
+    drawn = {}
+    for title, chart in re.findall(r"<figure><figcaption>([^<]*)<(.*?)</figure>", text, re.DOTALL):
+        for content in re.findall(r'class="chart-data">(.*?)</script>', chart):
+            drawn |= {(title, series["name"]): (series["x"], series["y"]) for series in json.loads(content)["series"]}
+    keys = {("Loss", "training"): "loss", ("Gradient norm", "Gradient norm"): "grad_norm"}
+    keys |= {("Loss by source", name): f"source/loss/{name}" for name in SOURCES}
+    keys |= {("Validation loss by source", name): f"validation/loss/{name}" for name in SOURCES}
+    keys |= {("Busiest expert over the mean", f"layer {i}"): f"experts/{i}/max_over_mean" for i in (1, 3)}
+    for chart, key in keys.items():
+        steps, values = zip(*((each["step"], each[key]) for each in records if key in each), strict=True)
+        assert drawn[chart] == ([*steps], pytest.approx(values, rel=1e-5)), chart
+
+
 def test_runs_without_events_show_their_notes(make_run):
     """Before events.jsonl, records were nested, steps had notes and only log.txt knew of restarts."""
     names = {

@@ -23,9 +23,9 @@ IMPORTED_LATE = (
     "torch._dynamo",  # the first step of an optimizer does
     "megatron.core.transformer.moe.experts",
     "megatron.core.transformer.transformer_block",
-    "megatron_blackmamba.ops.causal_conv1d.cpu",
-    "megatron_blackmamba.ops.selective_scan.cpu",
-    "megatron_blackmamba.ops.sinkhorn.cpu",
+    "megatron_blackmamba.ops.causal_conv1d.cpp",
+    "megatron_blackmamba.ops.selective_scan.cpp",
+    "megatron_blackmamba.ops.sinkhorn.cpp",
 )
 """Modules that training imports, some of them where it first needs them."""
 

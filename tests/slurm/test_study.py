@@ -38,5 +38,6 @@ def test_study_submits_each_run_once_and_collects_it(slurm, tmp_path):
     last = call()
     assert last.returncode == 0, last.stderr
     results = json.loads((study.folder / "results.json").read_text())
-    assert results[-1]["name"] == "run-blackmamba-small-seed1" and results[-1]["tokens"] == 64 * 4 * 5
+    last = results["points"][-1]
+    assert (last["kind"], last["variant"], last["seed"], last["tokens"]) == ("run", "blackmamba", 1, 64 * 4 * 5)
     assert "blackmamba" in (study.folder / "study.html").read_text()

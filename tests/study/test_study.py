@@ -14,17 +14,19 @@ from importlib.util import find_spec
 import pytest
 import yaml
 from rich.console import Console
+from scipy import stats
 
 from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
-from megatron_blackmamba.study import StudyError, corpus, progress
-from megatron_blackmamba.study.commands import show
+from megatron_blackmamba.report.pictures import write_pictures
+from megatron_blackmamba.study import StudyError, corpus, page, progress
+from megatron_blackmamba.study.commands import draw, run
+from megatron_blackmamba.study.confidence import half_interval
 from megatron_blackmamba.study.config import CorpusConfig, read_study, shipped
 from megatron_blackmamba.study.machine import Machine
-from megatron_blackmamba.study.page import render
-from megatron_blackmamba.study.pictures import write_pictures
-from megatron_blackmamba.study.results import Result, collect, grouped, half_interval
+from megatron_blackmamba.study.options import HowToRun
+from megatron_blackmamba.study.points import Evidence, Point, collect
 from megatron_blackmamba.study.runs import Study, final_loss
 from tests.pages import check_page
 from tests.thorough import thorough
@@ -82,43 +84,56 @@ def test_each_variant_uses_its_best_learning_rate(tmp_path):
 
 def result(group, seed, loss, kind="run", **more):
     given = {
-        "name": f"{group}{seed}",
-        "kind": kind,
-        "group": group,
+        "variant": group,
         "size": "small",
         "seed": seed,
-        "learning_rate": 1e-3,
+        "budget": 100,
+        "flops": 1e9,
+        "tokens": 100,
+        "repeated": 0,
         "parameters": 10,
         "active": 5,
-        "tokens": 100,
-        "flops": 1e9,
+        "rate": 1e-3,
         "loss": loss,
-        "validation": loss,
+        "training": loss,
+        "validation": {},
+        "bits_per_byte": {},
+        "busiest": 1.5,
+        "kind": kind,
         "balanced": loss + 0.1,
+        "busiest_by_layer": {"1": 1.5},
+        "curve": [(50, 5e8, loss), (100, 1e9, loss)],
         "tokens_per_second": 1.0,
         "memory_bytes": 1,
-        "busiest": {"1": 1.5},
-        "curve": [(50, 5e8, loss), (100, 1e9, loss)],
     }
-    return Result(**(given | more))
+    return Point(**(given | more))
+
+
+def evidence(*results, **more):
+    return Evidence("paper", "y", "blackmamba", 9, {}, results, **more)
+
+
+def page_of(folder, *results):
+    study, found = paper(folder), evidence(*results)
+    return page.render(study, found, page.report(study, found))
 
 
 def test_confidence_over_seeds_is_student_s(tmp_path):
     results = [result("blackmamba", seed, loss) for seed, loss in ((1, 1.0), (2, 2.0), (3, 3.0))]
-    (group,) = grouped(results, "run")
-    assert group.mean("validation") == 2.0
-    assert group.interval("validation") == pytest.approx(4.303 / 3**0.5)
-    text = render(paper(tmp_path), [*results, result("mamba", 1, 2.5, busiest={}), result("x", 1, 2.0, "ablation")], 9)
+    (group,) = page.grouped(results, "run")
+    assert group.mean("loss") == 2.0
+    assert half_interval(group.values("loss")) == pytest.approx(4.303 / 3**0.5)
+    text = page_of(tmp_path, *results, result("mamba", 1, 2.5, busiest=None), result("x", 1, 2.0, "ablation"))
     check_page(text)
     assert "2.000 ± 2.484" in text
     assert "5 of 9 runs are finished" in text
 
 
 def test_confidence_of_many_seeds_is_student_s_too():
-    for count, point in ((11, 2.228), (21, 2.086), (1001, 1.962)):
-        values = [0.0, 2.0] * (count // 2) + [1.0]
-        error = statistics.stdev(values) / count**0.5
-        assert half_interval(values) == pytest.approx(point * error, rel=5e-4)
+    for count in (*range(2, 14), 21, 1001):
+        values = [0.0, 2.0] * (count // 2) + [1.0] * (count % 2)
+        low, high = stats.t.interval(0.95, count - 1, statistics.fmean(values), stats.sem(values))
+        assert half_interval(values) == pytest.approx((high - low) / 2, rel=2e-4)
 
 
 def test_diverged_run_has_no_validation_loss(tmp_path):
@@ -128,29 +143,48 @@ def test_diverged_run_has_no_validation_loss(tmp_path):
     with open(cell.folder.metrics, "a") as file:
         file.write(json.dumps(diverged) + "\n")
     assert final_loss(cell) == math.inf
-    found = collect(cell)
-    assert math.isnan(found.validation) and [loss for _, _, loss in found.curve] == [3.0]
-    assert "nan" in render(paper(tmp_path), [replace(found, kind="run")], 9)
+    found = collect(cell, {})
+    assert math.isnan(found.loss) and [loss for _, _, loss in found.curve] == [3.0]
+    assert "nan" in page_of(tmp_path, replace(found, kind="run", changed={}))
 
 
 def test_models_are_compared_by_seed(tmp_path):
     """Two seeds move both models by 0.5; only the third seed is missing from one."""
     ours = [result("blackmamba", seed, loss) for seed, loss in ((1, 1.0), (2, 1.5), (3, 9.0))]
     others = [result("mamba", seed, loss) for seed, loss in ((2, 1.6), (1, 1.2))]
-    text = render(paper(tmp_path), [*ours, *others], 9)
+    text = page_of(tmp_path, *ours, *others)
     cells = re.sub("<[^>]+>", "|", text)
     assert "|blackmamba − mamba||small||-0.150 ± 0.635||-0.200, -0.100|" in cells
 
 
 def test_charts_of_unfinished_studies_are_drawn(tmp_path):
-    study = paper(tmp_path)
-    assert write_pictures(study, [], tmp_path / "none") == []
-    results = [result("blackmamba", 1, 1.0), result("blackmamba", 2, 1.1), result("mamba", 1, 1.5, size="large")]
-    measured = [{"group": "mamba", "size": "small", "lengths": [16, 64], "milliseconds": [1, 1], "bytes": [8, 8]}]
-    atomic.write_json(tmp_path / "generation.json", measured)
-    drawn = write_pictures(study, results, tmp_path / "png")
+    study, results = paper(tmp_path), [result("blackmamba", 1, 1.0), result("blackmamba", 2, 1.1)]
+    results.append(result("mamba", 1, 1.5, size="large"))
+    measured = [
+        {"group": "a", "size": size, "lengths": [16, 64], "milliseconds": [1, 1], "bytes": [8, 8]}
+        for size in ("small", "large")
+    ]
+    assert write_pictures(tmp_path / "none", page.report(study, evidence()).pictures) == []
+    pictures = page.report(study, evidence(*results, generation=measured)).pictures
+    assert [chart.title for chart in pictures["loss"]] == [
+        *("Validation loss against training FLOPs", "small, by training FLOPs", "large, by training FLOPs")
+    ]
+    assert [chart.title for chart in pictures["generation"]] == ["large: ms a token, batch 1", "large: bytes of state"]
+    drawn = write_pictures(tmp_path / "png", pictures)
     assert [path.name for path in drawn] == ["loss.png", "generation.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_results_of_earlier_versions_are_drawn(tmp_path, capsys):
+    old = {"name": "x", "kind": "run", "group": "mamba", "size": "small", "seed": 1, "learning_rate": 1e-3}
+    old |= {"parameters": 10, "active": 5, "tokens": 100, "flops": 1e9, "loss": 2.25, "validation": 2.5}
+    old |= {"balanced": None, "tokens_per_second": 1.0, "memory_bytes": 1, "busiest": {}, "curve": [[100, 1e9, 2.5]]}
+    tuned = [old | {"kind": "tuning", "learning_rate": rate} for rate in (1e-3, 2e-3)]
+    (tmp_path / "results.json").write_text(json.dumps([*tuned, old]))
+    assert run(paper(tmp_path), HowToRun(points=tmp_path / "results.json", page_only=True))
+    said = capsys.readouterr().out
+    assert re.search(r"mamba +small +2\.500 +– +2\.250", said)
+    assert (tmp_path / "study.html").read_text().count("<td>0.002</td>") == 1
 
 
 def test_corpus_is_deduplicated_and_split_by_document(tmp_path):
@@ -187,11 +221,11 @@ def test_shipped_studies_are_read(name):
     assert read_study(name).about
 
 
-def test_table_fits_a_terminal_of_80_columns(monkeypatch, capsys):
+def test_table_fits_a_terminal_of_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     runs = [result("transformer_moe", seed, 4.2 + seed / 10) for seed in (1, 2)]
-    show(grouped(runs, "run"), [], "study.html")
-    table = capsys.readouterr().out
+    draw(evidence(*runs), paper(tmp_path), HowToRun())
+    table = capsys.readouterr().out.partition(str(tmp_path))[0]
     assert "transformer_moe" in table and "4.350 ± 0.635" in table and "…" not in table
 
 
@@ -262,7 +296,7 @@ def test_interrupted_study_resumes_to_its_page(session, tmp_path):
     assert again.returncode == 0, again.stderr
     if taken < 120:  # or else the machine was too busy to interrupt it in time
         assert f"resumes after step {taken}" in (steps.parent / "log.txt").read_text()
-    found = json.loads((folder / "results.json").read_text())[-1]
+    found = json.loads((folder / "results.json").read_text())["points"][-1]
     assert found["tokens"] == 64 * 4 * 120
-    assert found["balanced"] != found["validation"]
+    assert found["balanced"] != found["loss"]
     assert "blackmamba" in (folder / "study.html").read_text()

@@ -17,17 +17,18 @@ from megatron_blackmamba.config import to_yaml
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
+from megatron_blackmamba.report.pictures import write_pictures
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.signals import StopRequest
-from megatron_blackmamba.study import StudyError, afford, evidence, fits, length, routing, worker
+from megatron_blackmamba.study import StudyError, afford, commands, length, page, worker
 from megatron_blackmamba.study.commands import open_study, run
-from megatron_blackmamba.study.config import LengthConfig, read_study
+from megatron_blackmamba.study.config import RATE, LengthConfig, read_study
 from megatron_blackmamba.study.execute import Local
 from megatron_blackmamba.study.options import HowToRun
-from megatron_blackmamba.study.page import render
-from megatron_blackmamba.study.pictures import write_pictures
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
+from studies import fits, routing, trend
+from studies.trend import summary
 from tests.docs.session import ROOT
 from tests.pages import check_page
 from tests.thorough import thorough
@@ -56,6 +57,10 @@ STUDY = {
 }
 
 
+def page_of(study, found):
+    return page.render(study, found, trend.report(study, found))
+
+
 def study_of(folder, **changes):
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
@@ -76,7 +81,7 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
         paths[-1].write_text(to_yaml(config))
     command = [sys.executable, "-m", "megatron_blackmamba.study.worker", *map(str, paths)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    found = Evidence.of(study, cells)
+    found = Evidence.of(study, cells=cells)
     assert [(point.budget, point.tokens) for point in found.points] == [(2_560, 2_560), (5_120, 5_120)]
     metrics = [*tmp_path.glob("runs/*experts*/metrics.jsonl")]
     spent = sum(record["speed/step_seconds"] for path in metrics for record in metrics_so_far(path))
@@ -96,8 +101,7 @@ def test_branch_is_the_whole_run_with_its_schedule(tmp_path):
     assert point.bits_per_byte["manuals"] == pytest.approx(bits)
     _is_read_beyond_its_length(study, cells[:1])
     _is_not_trained_again(study, cells, found, tmp_path / "points.json")
-    again = Evidence.read(tmp_path / "points.json")
-    check_page(evidence.render(again))
+    check_page(page_of(study, Evidence.read(tmp_path / "points.json", study)))
     _routers_are_looked_at(study, cells)
 
 
@@ -107,7 +111,7 @@ def _routers_are_looked_at(study, cells):
     for _ in range(2):
         routing.measure(study, cells, said.append)
     assert said == [f"routing of {cell.name}" for cell in cells]
-    found = Evidence.of(study, cells).points[-1].router
+    found = Evidence.of(study, cells=cells).points[-1].router
     assert found.keys() == routing.MEANING.keys()
     assert 0 < found["own"] < 1 <= found["busiest"] and found["loss"] != found["balanced"]
     assert 0 < found["entropy"] < 1 and 0 <= found["sources"] < 1
@@ -116,12 +120,12 @@ def _routers_are_looked_at(study, cells):
 def _is_not_trained_again(study, cells, found, path):
     """Points of a file count as finished on another machine, if corpus and settings are the same."""
     found.write(path)
-    known = Evidence.read(path)
+    known = Evidence.read(path, study)
     every = study.runs(study.learning_rates())
     assert known == found and known.unlike(study) is None
     assert [known.has(cell) for cell in every] == [cell.group == "experts" for cell in every]
     elsewhere = Study(study.name, study.config, study.folder / "elsewhere")
-    assert Evidence.of(elsewhere, elsewhere.runs(study.learning_rates()), known).points == found.points
+    assert Evidence.of(elsewhere, known).points == found.points
     assert known.unlike(elsewhere) == f"has points of another corpus than {elsewhere.corpus.folder}"
     tuning = study.config.tuning.model_copy(update={"learning_rates": [2e-3]})
     faster = Study(study.name, study.config.model_copy(update={"tuning": tuning}), study.folder)
@@ -141,8 +145,12 @@ def _is_read_beyond_its_length(study, cells):
     assert name == "experts, small" and not others and result.questions == 2
     assert [(row["from"], row["to"]) for row in result.rows] == [(0, 64), (64, 128)]
     assert len(read_run(cells[0].folder.root)[-1].results) == 1
-    check_page(render(study, [], 1, {name: result}))
-    drawn = write_pictures(study, [], study.folder / "png", {name: result})
+    found = Evidence("mine", "y", "experts", 1, {}, (), by_length={name: result})
+    found.write(study.folder / "length.json")
+    again = Evidence.read(study.folder / "length.json", study)
+    assert again.by_length[name].rows == result.rows
+    check_page(page.render(study, again, page.report(study, again)))
+    drawn = write_pictures(study.folder / "png", page.report(study, again).pictures)
     assert [path.name for path in drawn] == ["length.png"]
 
 
@@ -322,7 +330,7 @@ def test_crossing_is_where_the_sign_turns_for_good():
     assert found.band[0] < found.mean < found.band[1]
     all_three = fits.crossing(points, "experts", "dense", "s")
     assert all_three.never == 1 and all_three.band is None
-    said = evidence.summary(Evidence("x", "y", "experts", 9, {}, tuple(two)))
+    said = summary(Evidence("x", "y", "experts", 9, {}, tuple(two)))
     assert "the sign turns at 11.3 (95% interval" in said[1] and "in 2 of 2 seeds" in said[1]
 
 
@@ -337,52 +345,51 @@ def test_crossing_may_go_the_other_way():
     assert (found.never, found.always, found.band) == (0, 1, None)
 
 
-def test_best_value_is_the_vertex_or_an_edge():
+def test_best_value_is_the_vertex_or_an_edge(tmp_path):
     key = "training.global_batch"
     points = [point("experts", 1, 1000, 3 + math.log2(value / 12) ** 2, **{key: value}) for value in (8, 16, 32)]
     points += [point("dense", 1, 1000, 3 - value / 1000, **{key: value}) for value in (8, 16, 32)]
     best, edge = fits.best_values(points, key)
     assert best.value == pytest.approx(12) and best.loss == pytest.approx(3) and best.twice == pytest.approx(1)
-    moved = [replace(best, flops=10.0**i, value=best.value * 10.0 ** (0.2 * i)) for i in range(3)]
+    spent = [replace(best.tried, flops=10.0**i) for i in range(3)]
+    moved = [replace(best, tried=each, value=best.value * each.flops**0.2) for each in spent]
     assert fits.over_flops(moved) == pytest.approx(0.2)
     assert fits.over_flops([edge] * 3) is None
-    assert edge.at_edge and edge.value == 32 and edge.twice is None
-    rates = [
-        point("experts", 1, 1000, 3 + loss, rate=rate, **{fits.RATE: rate}) for rate, loss in ((2e-3, 1), (8e-3, 2))
-    ]
-    assert fits.best_values(rates[:1], fits.RATE) == []
-    (with_the_plain_one,) = fits.best_values([*rates, point("experts", 1, 1000, 3.0)], fits.RATE)
-    assert with_the_plain_one.tried.keys() == {2e-3, 4e-3, 8e-3}
-    page = evidence.render(Evidence("x", "y", "experts", 9, {}, (*points, point("experts", 1, 1000, 4.0))))
-    check_page(page)
-    assert "training.global_batch=16" in page
+    assert edge.tried.at_edge and edge.value == 32 and edge.twice is None
+    rates = [point("experts", 1, 1000, 3 + loss, rate=rate, **{RATE: rate}) for rate, loss in ((2e-3, 1), (8e-3, 2))]
+    assert fits.best_values(rates[:1], RATE) == []
+    (with_the_plain_one,) = fits.best_values([*rates, point("experts", 1, 1000, 3.0)], RATE)
+    assert with_the_plain_one.tried.losses.keys() == {2e-3, 4e-3, 8e-3}
+    text = page_of(study_of(tmp_path), Evidence("x", "y", "experts", 9, {}, (*points, point("experts", 1, 1000, 4.0))))
+    check_page(text)
+    assert "training.global_batch=16" in text
 
 
-def test_a_change_is_compared_seed_by_seed():
+def test_a_change_is_compared_seed_by_seed(tmp_path):
     """The change takes 0.1, 0.2 and 0.3; the seeds themselves differ by much more."""
     points = [point("experts", seed, 1000, float(seed)) for seed in (1, 2, 3)]
     points += [point("experts", seed, 1000, 0.9 * seed, **{"model.top_k": 2}) for seed in (1, 2, 3)]
-    page = evidence.render(Evidence("x", "y", "experts", 9, {}, tuple(points)))
-    assert f"-0.200 ± {4.303 * 0.1 / math.sqrt(3):.3f}" in page
+    text = page_of(study_of(tmp_path), Evidence("x", "y", "experts", 9, {}, tuple(points)))
+    assert f"-0.200 ± {4.303 * 0.1 / math.sqrt(3):.3f}" in text
 
 
-def test_variants_are_compared_at_their_own_best_rates():
+def test_variants_are_compared_at_their_own_best_rates(tmp_path):
     """Seed 1 has all rates and chooses: 8e-3 for experts, 2e-3 for dense. Seed 2 has only the chosen ones."""
     losses = {"experts": {2e-3: 3.3, 4e-3: 3.2, 8e-3: 3.0}, "dense": {2e-3: 3.1, 4e-3: 3.4, 8e-3: 3.5}}
     points = []
     for variant, tried in losses.items():
         for rate, loss in tried.items():
-            changed = {} if rate == 4e-3 else {fits.RATE: rate}
+            changed = {} if rate == 4e-3 else {RATE: rate}
             seeds = (1, 2) if loss == min(tried.values()) else (1,)
             every = [(seed, budget) for seed in seeds for budget in BUDGETS]
             points += [point(variant, *at, loss + at[0], rate=rate, **changed) for at in every]
-    points.append(point("dense", 2, BUDGETS[-1], 0.0, rate=8e-3, **{fits.RATE: 8e-3}))  # not what seed 1 chose
+    points.append(point("dense", 2, BUDGETS[-1], 0.0, rate=8e-3, **{RATE: 8e-3}))  # not what seed 1 chose
     few = [*BUDGETS[:4], BUDGETS[-1]]  # two of the largest three are missing
-    points += [point("dense", 1, budget, 0.0, rate=1.6e-2, **{fits.RATE: 1.6e-2}) for budget in few]
+    points += [point("dense", 1, budget, 0.0, rate=1.6e-2, **{RATE: 1.6e-2}) for budget in few]
     found = fits.differences(fits.at_best_rates(points), "experts", "dense", "s")
     assert [each.values for each in found] == [pytest.approx((-0.1, -0.1))] * len(BUDGETS)
-    page = evidence.render(Evidence("x", "y", "experts", 9, {}, tuple(points)))
-    assert "0.008 (edge)" in page and "0.002 (edge)" in page and "-0.100 ± 0.000" in page
+    text = page_of(study_of(tmp_path), Evidence("x", "y", "experts", 9, {}, tuple(points)))
+    assert "0.008 (edge)" in text and "0.002 (edge)" in text and "-0.100 ± 0.000" in text
 
 
 def test_study_with_branches_may_grow_in_its_folder(tmp_path):
@@ -447,3 +454,30 @@ def test_page_is_made_from_the_committed_points(tmp_path, capsys):
     check_page((tmp_path / "study.html").read_text())
     assert (tmp_path / "png" / "trend.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "points.json").exists()
+
+
+@pytest.mark.parametrize("output", [False, True])
+def test_package_without_the_analysis_says_where_it_is(output, tmp_path, monkeypatch, capsys):
+    """The output of a study may lie where Python looks for the analysis: a folder of the same name."""
+    monkeypatch.setattr(commands, "ANALYSIS", "nowhere.trend")
+    if output:
+        (tmp_path / "nowhere" / "trend").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path)
+    how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True, tables=True, png=tmp_path)
+    assert run(open_study("confirm", tmp_path), how)
+    said = capsys.readouterr()
+    assert "the analysis of such studies is in the folder studies/ of the repository" in said.err
+    assert "| softmax | xs |" in said.out and "### Turns" not in said.out
+    text = (tmp_path / "study.html").read_text()
+    check_page(text)
+    assert "134 of 1108 runs are finished" in text and "softmax, s</title>" in text
+    assert (tmp_path / "loss.png").is_file()
+
+
+def test_analysis_without_scipy_names_its_extra(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "studies"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True)
+    with pytest.raises(StudyError, match=r"needs scipy: pip install 'megatron-blackmamba\[studies\]'"):
+        run(open_study("confirm", tmp_path), how)

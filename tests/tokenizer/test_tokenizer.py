@@ -239,6 +239,22 @@ def test_configured_eod_may_be_text_or_damaged(tmp_path):
     assert load_tokenizer(path, eod="300").eod_id == 300  # as the command line passes it
 
 
+def test_missing_tokenizer_asks_the_hub_once(tmp_path, monkeypatch):
+    """A name mistyped on a machine without network is answered at once; what an earlier download left is used."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    slept = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    with pytest.raises(TokenizerError, match=r"nobody/nothing: .*the Hugging Face hub did not give"):
+        load_tokenizer("nobody/nothing")
+    assert not slept
+    cached = tmp_path / "cached.json"
+    cached.write_text("{}")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda **_: str(cached))
+    with pytest.raises(TokenizerError, match=r"cached.json: not a tokenizer.json"):
+        load_tokenizer("nobody/nothing")
+
+
 def test_unknown_tokenizer_name_lists_what_was_tried(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at the import
     monkeypatch.chdir(tmp_path)

@@ -57,7 +57,7 @@ def test_stopped_while_building_or_loading_it_resumes_later(forks, tmp_path):
         stopped = forks.run(tmp_path, [*ON_TWO, until], asked=[1])
         assert stopped.wait() == [75, 75], stopped.output()
         assert run.requeue.exists() and len(metrics(tmp_path)) == step
-        assert f"stops on request at step {step}; start it again" in log(tmp_path)
+        assert f"stops on request at step {step} (the same command" in log(tmp_path)
         if step == 0:
             job = forks.run(tmp_path, [*ON_TWO, until])
             assert job.wait() == [0, 0], job.output()
@@ -79,7 +79,7 @@ def test_minutes_stop_a_run_which_then_resumes(tmp_path):
     done = subprocess.run([*command, "name=run", "--minutes", "0.001"], cwd=ROOT, capture_output=True, text=True)
     run = RunFolder(tmp_path / "run")
     assert done.returncode == 75, done.stderr
-    assert run.requeue.exists() and "stops on request at step 0; start it again" in run.log.read_text()
+    assert run.requeue.exists() and "stops on request at step 0 (the same command" in run.log.read_text()
     again = [*command, "name=run", "--minutes", "60"]
     done = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and run.done.exists(), done.stderr

@@ -76,7 +76,7 @@ def test_average_and_groups_equal_plain_pytorch(place, tmp_path):
     model, adam, averaged = plain_pytorch(run)
     for _ in range(STEPS):
         run.train(1)
-        rate = run.schedule.scheduler.get_lr({})
+        rate = run.config.learning_rate_at(run.taken * run.config.training.global_batch)
         for group, weight in zip(adam.param_groups, run.trainable.model.parameters(), strict=True):
             group["lr"] = rate * group["factor"]
             group["params"][0].grad = weight.main_grad.clone().view_as(weight)

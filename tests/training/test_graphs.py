@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_blackmamba.engine.parts.accumulation import Accumulation
 from megatron_blackmamba.training.step import graphs
 from tests.model.conftest import place
-from tests.training.short_runs import Run
+from tests.training.short_runs import KINDS, Run
 
 pytestmark = pytest.mark.xdist_group("short_runs")
 __all__ = ["place"]
@@ -102,6 +103,29 @@ def test_failed_capture_goes_on_without_graphs(place, tmp_path, monkeypatch):
     found, _, run, told = trained(place, tmp_path, monkeypatch, True, 2)
     assert found == expected and not run.step.graphs.wanted
     assert len(told) == 1 and "memory does not suffice" in told[0]
+
+
+def node_of(weight):
+    """Return autograd's node that adds the weight's gradient: the one that is alive, or a new one."""
+    return weight.expand_as(weight).grad_fn.next_functions[0][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_node_outlives_its_step(kind, place, tmp_path, monkeypatch):
+    """A kept node adds on the stream on which it was made; a capture on another one fails."""
+    monkeypatch.setattr(Accumulation, "_adds_directly", lambda self: False)  # as on GPUs
+    run = Run(place, tmp_path, kind, "training.ema=0.9", *LOSSES)
+    weights, alive = dict(run.trainable.model.named_parameters()), []
+
+    def mark(*inputs):
+        alive[:] = [node_of(weight) for weight in weights.values()]
+        for node in alive:
+            node.metadata["marked"] = True
+
+    run.trainable.model.register_forward_pre_hook(mark)
+    run.trainable.model.register_forward_hook(lambda *unused: alive.clear())
+    run.train(2)
+    assert [name for name, weight in weights.items() if "marked" in node_of(weight).metadata] == []
 
 
 def test_validation_frees_the_graphs(place, tmp_path, monkeypatch):

@@ -44,9 +44,29 @@ def test_bf16_without_a_gpu_is_noted(mixture, gpu, noted, monkeypatch):
     assert any(WITHOUT_GPU in line for line in said) == noted
 
 
-@pytest.mark.parametrize(("size", "noted"), [(8, False), (10_000_000, True)])
-def test_step_far_beyond_the_memory_is_noted(size, noted, monkeypatch):
+@pytest.mark.parametrize(("has", "noted"), [(2, False), (0.4, True)])
+def test_step_beyond_the_memory_is_noted(has, noted, monkeypatch):
     monkeypatch.setattr(headline.device, "has_cuda", lambda: False)
-    batch = [f"training.global_batch={size}", f"training.micro_batch={size}"]
-    said = headline.lines(load("tiny", batch), 1, counted=False)
-    assert any(f"training.micro_batch (now {size})" in line for line in said) == noted
+    monkeypatch.setattr(headline.fit.machine, "memory", lambda: (int(has * 2**30), 0))
+    said = headline.lines(load("tiny", ["training.micro_batch=8"]), 1, counted=True)
+    assert any("training.micro_batch (now 8)" in line for line in said) == noted
+
+
+@pytest.mark.parametrize("here", [1, 4])
+def test_weights_beyond_the_memory_are_refused(here, monkeypatch):
+    monkeypatch.setattr(headline.device, "has_cuda", lambda: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    config = load("tiny", ["parallel.expert=4"])
+    one = sum(vars(headline.fit.memory.state_of(config, 4, 0))[part] for part in ("weights", "gradients", "optimizer"))
+    monkeypatch.setattr(headline.fit.machine, "memory", lambda: (here * one, 0))
+    headline.lines(config, 4, counted=True)
+    monkeypatch.setattr(headline.fit.machine, "memory", lambda: (here * one - 1, 0))
+    with pytest.raises(headline.fit.TooLarge, match="does not fit: weights, gradients and optimizer state"):
+        headline.lines(config, 4, counted=True)
+
+
+@pytest.mark.parametrize(("told", "here"), [("2(x3)", 2), ("4,2", 4), ("", 1)])
+def test_slurm_says_how_many_processes_are_here(told, here, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", told)
+    assert headline.fit.processes_here() == here

@@ -174,6 +174,47 @@ time.sleep(300)
     assert "3 tries without a new checkpoint" in errors
 
 
+@pytest.fixture
+def little_memory():
+    """A control group of 256 MiB; yields the file to join it by."""
+    group = Path("/sys/fs/cgroup/memory/little-memory-test")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(256 * 2**20))
+    except OSError as error:
+        pytest.skip(f"no cgroup here that limits memory: {error}")
+    yield group / "cgroup.procs"
+    wait_until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+@pytest.mark.parametrize(("saves", "tries"), [(False, "x"), (True, "xx")])
+def test_worker_without_memory_is_named(tmp_path, little_memory, saves, tries):
+    """It is started again only if there is a new checkpoint."""
+    body = (
+        TRIES
+        + f"""
+both()
+if rank == 1:
+    if {saves} and this_try == 1:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints/latest").write_text("step_00000007")
+    bytearray(1 << 30)
+time.sleep(300)
+"""
+    )
+    worker = WORKER.format(folder=str(tmp_path)) + body
+    joined = (
+        f"from pathlib import Path\nimport os\nPath({str(little_memory)!r}).write_text(str(os.getpid()))\n" + LAUNCH
+    )
+    command = [sys.executable, "-c", joined, worker, str(tmp_path), "3", "0.1"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    code, errors = finish(process)
+    assert code == 137, errors
+    assert (tmp_path / "tries_1").read_text() == tries
+    assert "rank 1 was killed by the kernel: the run needs more than the 0.2 GiB of memory here. Use" in errors
+
+
 @pytest.mark.parametrize("code", sorted(exits.FINAL - {0, exits.STOPPED_ON_REQUEST}))
 def test_refused_or_given_up_run_is_not_restarted(tmp_path, code):
     body = TRIES + f"both()\nif rank == 1:\n    sys.exit({code})\nsys.exit(1 if {code} == 65 else 0)"

@@ -7,7 +7,8 @@ import pytest
 
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import STATE
-from megatron_blackmamba.config import from_saved, keys, load, to_saved
+from megatron_blackmamba.config import from_saved, load, to_saved
+from megatron_blackmamba.config.load import walk
 from megatron_blackmamba.training.branch import may_differ
 from megatron_blackmamba.training.start.resume import (
     ResumeError,
@@ -15,6 +16,7 @@ from megatron_blackmamba.training.start.resume import (
     refuse_start,
     refuse_start_tokenizer,
     refuse_tokenizer,
+    rules,
 )
 
 
@@ -57,97 +59,40 @@ def test_changed_length_is_answered_in_steps_too():
         resumed("training.steps=60")
 
 
-RULES = {
-    "fixed": (
-        *(
-            "model.pattern",
-            "model.arrangement",
-            "model.vocab_size",
-            "model.hidden_size",
-            "model.state_size",
-            "model.conv_kernel",
-        ),
-        *("model.expand", "model.dt_rank", "model.experts", "model.top_k", "model.expert_hidden_size"),
-        *("model.mlp_hidden_size", "model.activation", "model.final_norm", "model.norm_eps"),
-        *(
-            "model.tie_embeddings",
-            "model.eod_reset",
-            "model.gated",
-            "model.attention.head_dim",
-            "model.attention.rotary",
-        ),
-        *(
-            "model.router.bias",
-            "model.router.gate",
-            "model.router.normalize",
-            "model.router.scale",
-            "model.mamba2.heads",
-            "model.mamba2.time_step_min",
-        ),
-        *("model.router.kind", "model.router.iterations", "model.router.temperature", "model.router.start"),
-        *("model.router.scope", "model.router.aux_loss", "model.attention.heads", "model.attention.kv_heads"),
-        *("model.router.bias_update_rate", "model.shared_expert_hidden_size"),
-        *("model.attention.qk_norm", "model.attention.across_documents", "model.mamba_norms", "model.logit_softcap"),
-        *("model.multipliers.embedding", "model.multipliers.residual", "model.multipliers.attention"),
-        "model.mtp.pattern",
-        *("model.multipliers.logits", "model.mup.base_width", "model.mup.base_heads"),
-        *("model.mamba2.head_dim", "model.mamba2.state_size", "model.mamba2.groups"),
-        *("model.mamba3.head_dim", "model.mamba3.state_size", "model.mamba3.groups", "model.mamba3.rope_fraction"),
-        *("model.mamba3.a_floor", "model.mamba3.output_norm", "model.mamba3.rank"),
-        *("model.attention.rotary_base", "model.init.std", "model.init.scale_outputs_by_depth", "model.init.dt_min"),
-        *("model.init.dt_max", "model.init.dt_floor", "data.kind", "data.sequence_length", "data.seed"),
-        "data.mask_first_token",
-        *("data.synthetic.sources", "data.synthetic.order", "training.precision", "training.seed"),
-    ),
-    "by name": (
-        *("training.tokens", "training.global_batch", "training.batch_ramp"),
-        *("model.z_loss", "model.router.z_loss", "model.mtp.loss"),
-    ),
-    "free, the losses stay the same": (
-        *("name", "folder", "data.workers", "data.verify_rate", "training.recompute", "training.overlap"),
-        "kernels.cuda_graph",
-        *("training.bucket_size", "training.validate_balanced"),
-        *("training.evaluate_every", "training.evaluate_batches", "training.router_every", "training.profile"),
-        *("training.guard.replicas_every", "training.guard.slow_ratio", "training.guard.slow_steps"),
-        *("training.guard.max_bad_steps", "training.guard.hang_seconds", "checkpoint.every", "checkpoint.keep_last"),
-        *("checkpoint.keep_every", "checkpoint.asynchronous", "checkpoint.retry_every", "checkpoint.if_damaged"),
-        *("checkpoint.export_every", "checkpoint.export_check", "checkpoint.export_ema"),
-        *("evaluation.every", "evaluation.tasks", "evaluation.data", "evaluation.limit"),
-        *("logging.tensorboard", "logging.wandb", "logging.wandb_project", "start.from", "start.branch"),
-        "start.reread",
-        "resume.allow",
-    ),
-    "free, the losses agree within rounding": (
-        *("parallel.tensor", "parallel.pipeline", "parallel.expert", "parallel.expert_tensor", "parallel.context"),
-        *("kernels.linear", "kernels.dispatcher", "training.deterministic"),
-        *("kernels.scan", "kernels.scan_states", "kernels.ssd", "kernels.if_missing"),
-    ),
-    "free, but the log tells of it": ("training.micro_batch",),
-    "free, with the effect that the docs describe": (
-        "training.ema",
-        *("data.mixture", "training.stop_after_steps", "training.guard.spike", "training.guard.spike_deviations"),
-        *("training.guard.spike_window", "training.guard.max_spikes", "training.guard.rewind_batches"),
-    ),
+FIXED_BESIDE_MODEL = {
+    *("data.kind", "data.sequence_length", "data.seed", "data.mask_first_token", "data.synthetic.sources"),
+    *("data.synthetic.order", "training.precision", "training.seed", "optimizer.kind", "optimizer.distributed"),
 }
-"""What may change on resume, by key; the keys of the optimizer have tests of their own."""
+LOSS_WEIGHTS = {"model.z_loss", "model.router.z_loss", "model.mtp.loss"}
+LENGTH_AND_BATCH = {"training.tokens", "training.global_batch", "training.batch_ramp"}
+TOLD = "training.micro_batch"
+"""Free, but the log tells of it, since the router balances each micro-batch."""
 
 
 def test_every_key_has_a_rule_for_resuming():
-    ruled = [key for names in RULES.values() for key in names]
-    every = {key for key in keys() if not key.startswith("optimizer.")}
-    assert len(ruled) == len(set(ruled)) and set(ruled) == every, f"RULES must say once: {set(ruled) ^ every}"
+    assert [key for key, rule in rules().items() if rule is None] == []
+    assert {key for key, _, section in walk() if section is None} == rules().keys()
 
 
-@pytest.mark.parametrize("rule, key", [(rule, key) for rule, names in RULES.items() for key in names])
-def test_a_changed_key_follows_its_rule(rule, key):
-    before = saved()
+def test_model_data_and_optimizer_state_never_change():
+    """The second word on the most dangerous rules, which the fields alone say otherwise."""
+    model = {key for key in rules() if key.startswith("model.")}
+    assert {key for key, rule in rules().items() if rule.resume == "fixed"} == model - LOSS_WEIGHTS | FIXED_BESIDE_MODEL
+    optimizer = {key for key in rules() if key.startswith("optimizer.")} - FIXED_BESIDE_MODEL
+    by_name = {key for key, rule in rules().items() if rule.resume == "by name"}
+    assert by_name == optimizer | LOSS_WEIGHTS | LENGTH_AND_BATCH
+
+
+@pytest.mark.parametrize("key", rules())
+def test_a_changed_key_follows_its_rule(key):
+    before, rule = saved(), rules()[key].resume
     *sections, last = key.split(".")
     section = before
     for name in sections:
         section = section[name]
     section[last] = "another value"
-    if rule.startswith("free"):
-        assert len(refuse_changes(before, load("tiny"), step=50)) == (rule == "free, but the log tells of it")
+    if rule == "free":
+        assert len(refuse_changes(before, load("tiny"), step=50)) == (key == TOLD)
         return
     with pytest.raises(ResumeError, match=rf"{key}=another value, and now it is"):
         refuse_changes(before, load("tiny"), step=50)
@@ -285,20 +230,18 @@ def test_start_reads_the_tokenizer_of_an_imported_model(started):
     refuse_start_tokenizer(run, {"tokenizer": same})
 
 
-BRANCHES = {
-    "may differ": (
-        *("training.tokens", "training.global_batch", "training.batch_ramp", "data.mixture", "data.sequence_length"),
-        *("data.mask_first_token", "model.attention.rotary_base", "model.eod_reset"),
-        *("model.router.iterations", "model.router.temperature", "model.router.start"),
-    ),
-    "must stay": ("optimizer.kind", "optimizer.distributed"),
+IN_BRANCHES = {
+    *("data.sequence_length", "data.mask_first_token", "model.attention.rotary_base", "model.eod_reset"),
+    *("model.router.iterations", "model.router.temperature", "model.router.start"),
 }
-"""What a branch may change besides the keys that are free on resume; every key of the optimizer but the last two."""
+"""What a branch may change although a resumed run may not."""
 
 
-@pytest.mark.parametrize("key", keys())
+@pytest.mark.parametrize("key", rules())
 def test_every_key_has_a_rule_for_branches(key):
     """A branch may change what is free on resume, its schedule, batch, length, data and balance, and nothing else."""
-    free = any(rule.startswith("free") and key in names for rule, names in RULES.items())
-    of_optimizer = key.startswith("optimizer.") and key not in BRANCHES["must stay"]
-    assert may_differ(key) == (free or of_optimizer or key in BRANCHES["may differ"])
+    on_resume = rules()[key].resume
+    stays = on_resume == "fixed" or key in LOSS_WEIGHTS
+    assert may_differ(key) == (not stays or key in IN_BRANCHES)
+    told = key in IN_BRANCHES or key == "data.mixture" or (on_resume == "by name" and not stays)
+    assert (rules()[key].branch == "told") == told

@@ -6,7 +6,10 @@ import pytest
 
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.runtime import layout
+from megatron_blackmamba.settings.optimizer import SHAPES
 from megatron_blackmamba.training.step.schedule import Schedule, rate_change
+
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 
 def schedule(*overrides):
@@ -58,6 +61,30 @@ def test_very_short_run_has_a_schedule(tokens):
     assert shortest.set(48) == pytest.approx(3e-4, rel=1e-12)
 
 
+OTHER_NAMES = {"wsd": "WSD", "sqrt": "minus_sqrt"}
+"""megatron-core's names of shapes, where they differ from the config's."""
+
+
+@pytest.mark.parametrize("warmup", ["optimizer.warmup_fraction=0.371", "optimizer.warmup_tokens=0"])
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine", *(f"wsd {shape}" for shape in SHAPES)])
+def test_rate_equals_megatron_core_s_at_every_sample(decay, warmup):
+    decay, _, shape = decay.partition(" ")
+    overrides = [warmup, f"optimizer.decay={decay}", f"optimizer.decay_shape={shape or 'linear'}"]
+    overrides += ["training.tokens=127577", "optimizer.learning_rate=0.00137", "optimizer.min_learning_rate=1.1e-5"]
+    config = load("tiny", [*overrides, "optimizer.decay_fraction=0.731"])
+    theirs = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[]),
+        init_lr=0.0, max_lr=0.00137, min_lr=1.1e-5, lr_warmup_steps=config.warmup_samples,
+        lr_decay_steps=config.samples, lr_decay_style=OTHER_NAMES.get(decay, decay),
+        start_wd=0.0, end_wd=0.0, wd_incr_steps=0, wd_incr_style="constant",
+        wsd_decay_steps=config.decay_samples, lr_wsd_decay_style=OTHER_NAMES.get(shape, shape),
+    )  # fmt: skip
+    assert config.samples == 997 and config.decay_samples % 2
+    for sample in range(1, config.samples + 20):
+        theirs.num_steps = sample
+        assert config.learning_rate_at(sample) == theirs.get_lr({}), sample
+
+
 def test_every_group_gets_its_rate_and_weight_decay():
     plan, optimizer = schedule("optimizer.weight_decay=0.1")
     rate = plan.set(0)
@@ -82,7 +109,7 @@ def test_stretched_schedule_names_both_rates():
     assert rate_change(*constant, 200, 3200) == []
 
 
-SHAPES = {
+LEFT = {
     "linear": lambda part: 1 - part,
     "cosine": lambda part: (1 + math.cos(math.pi * part)) / 2,
     "sqrt": lambda part: 1 - math.sqrt(part),
@@ -90,12 +117,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LEFT)
 def test_wsd_is_constant_then_decays_in_its_shape(shape):
     """The tiny run has 3,200 samples, of which the last 800 decay here: 50 of its 200 steps."""
     plan, _ = schedule("optimizer.decay=wsd", f"optimizer.decay_tokens={800 * 128}", f"optimizer.decay_shape={shape}")
     assert rates(plan, range(10, 151)) == pytest.approx([3e-3] * 141, rel=1e-12)
-    expected = [3e-4 + (3e-3 - 3e-4) * SHAPES[shape]((step - 150) / 50) for step in range(151, 201)]
+    expected = [3e-4 + (3e-3 - 3e-4) * LEFT[shape]((step - 150) / 50) for step in range(151, 201)]
     assert rates(plan, range(151, 201)) == pytest.approx(expected, rel=1e-12)
 
 
@@ -135,7 +162,7 @@ def test_ramp_leaves_the_curve_over_samples():
     plan = Schedule(config, SimpleNamespace(param_groups=[{}]))
     usual, _ = schedule()
     for consumed in walk(config)[:-1]:
-        assert plan.set(consumed) == usual.at_end_of_step(consumed + config.batch_at(consumed))
+        assert plan.set(consumed) == usual.config.learning_rate_at(consumed + config.batch_at(consumed))
 
 
 def test_steps_of_a_ramp_are_those_it_takes():

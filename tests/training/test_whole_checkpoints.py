@@ -106,7 +106,7 @@ def test_run_without_its_last_save_is_resumed(forks, tmp_path):
     assert job.wait() == [75], job.output()
     run = RunFolder(tmp_path / "run")
     assert run.requeue.exists() and not run.done.exists() and folders(run) == ["step_00000025"]
-    assert "stops at step 30, which is not saved; start it again to resume" in log(tmp_path)
+    assert "stops at step 30, which is not saved (the same command resumes it)" in log(tmp_path)
     job = forks.run(tmp_path, settings, ranks=1)
     assert job.wait() == [0] and run.done.exists() and run.checkpoint(30).exists()
 

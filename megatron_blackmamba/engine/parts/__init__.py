@@ -3,9 +3,11 @@
 Importing this package applies the changes that come before megatron-core is used.
 """
 
-from megatron_blackmamba.engine import changes
-from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.engine import changes, foreign
+from megatron_blackmamba.engine.checked import EngineError
 
-changes.install()
-
-__all__ = ["replace"]
+try:
+    changes.install()
+except EngineError:
+    foreign.refuse_missing()  # says why the name is needed, and what to install
+    raise

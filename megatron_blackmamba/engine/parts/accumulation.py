@@ -21,7 +21,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 Weight = Any
 """A Parameter to which megatron-core has added `main_grad`."""
-require(DistributedDataParallel, "_make_backward_post_hook", "zero_grad_buffer", "start_grad_sync", "finish_grad_sync")
 
 
 def reduction(config: RunConfig, ranks: int) -> DistributedDataParallelConfig:
@@ -42,6 +41,8 @@ class Accumulation(DistributedDataParallel):
     """megatron-core's wrapper; `zero_grad_buffer` only notes that the gradients of the last step are outdated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        overridden = "_make_backward_post_hook", "zero_grad_buffer", "start_grad_sync", "finish_grad_sync"
+        require(DistributedDataParallel, *overridden)
         super().__init__(*args, **kwargs)
         self.outdated: dict[int, Weight] = {}
         """Parameters, by id, whose gradient buffer still holds the last step's gradient."""

@@ -24,10 +24,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 SAVE, LOAD = "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable"
 """The methods of megatron-core's optimizer that `own_shards` and `load_own_shards` stand in for."""
 
-require(
-    DistributedOptimizer, SAVE, LOAD, "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states"
-)
-
 Boxes = dict[int, ShardedTensor]
 Shards = dict[int, dict[str, Boxes]]
 """For each parameter that the rank owns a part of, in order: the boxes of that part for each state, such as exp_avg."""
@@ -36,6 +32,7 @@ Shards = dict[int, dict[str, Boxes]]
 def save_own_shards(built: Built) -> None:
     """Save and load what each rank holds. A checkpoint made either way loads the same."""
     for part in built.distributed:
+        require(part, "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states")
         replace(part, SAVE, partial(own_shards, part))
         replace(part, LOAD, partial(load_own_shards, part))
 

@@ -19,10 +19,6 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-require(filesystem_async, "_results_queue")
-require(FileSystemWriterAsync, "write_preloaded_data")
-require(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
-
 Planned = tuple[FileSystemWriterAsync, Any]
 """The writer of this rank's shard, and the table of contents, which rank 0 has."""
 
@@ -48,6 +44,8 @@ def plan_save(state: dict, folder: str, replicas: ProcessGroup | None) -> Planne
     megatron-core would start a server process for a queue that nothing here uses, so another queue stands in for it
     while it plans. A save by megatron-core itself needs its own.
     """
+    require(filesystem_async, "_results_queue")
+    require(TorchDistSaveShardedStrategy, "_get_save_and_finalize_callbacks")
     strategy: Any = _Plan()
     if replicas is not None:
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas, do_cache_distribution=True)

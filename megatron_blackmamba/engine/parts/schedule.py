@@ -1,4 +1,4 @@
-"""megatron-core's schedule of micro-batches, asked for a single one of them."""
+"""megatron-core's schedule of micro-batches: what it calls, and a single micro-batch of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,23 @@ from unittest import mock
 
 from torch import Tensor
 
-from megatron_blackmamba.engine.checked import private
+from megatron_blackmamba.engine.checked import private, replace
+from megatron_blackmamba.engine.parts.accumulation import Accumulation
 
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+
+def connect(config: Any, optimizer: MegatronOptimizer, reduced: Accumulation) -> None:
+    """Have the schedule reduce gradients and scale losses, and where the wrapper overlaps this, say when."""
+    how = reduced.ddp_config
+    replace(config, "finalize_model_grads_func", finalize_model_grads)
+    replace(config, "grad_scale_func", optimizer.scale_loss)
+    if how.overlap_grad_reduce:
+        replace(config, "no_sync_func", reduced.no_sync)
+        if how.overlap_param_gather:
+            replace(config, "param_sync_func", reduced.start_param_sync)
 
 
 @contextmanager

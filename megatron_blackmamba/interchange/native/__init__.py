@@ -11,13 +11,14 @@ from megatron_blackmamba.interchange.canonical import Canonical, Entry, Intercha
 from megatron_blackmamba.interchange.json_config import need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.interchange.native import state_spaces
-from megatron_blackmamba.interchange.native.base import LENGTH, Architecture
+from megatron_blackmamba.interchange.native.base import LENGTH, UNBOUNDED, Architecture, positions
 from megatron_blackmamba.interchange.native.granitemoehybrid import GraniteMoeHybrid
 from megatron_blackmamba.interchange.native.llama import Llama
 from megatron_blackmamba.interchange.native.mamba import Mamba
 from megatron_blackmamba.interchange.native.mamba2 import Mamba2
 from megatron_blackmamba.interchange.native.mixtral import Mixtral
 from megatron_blackmamba.interchange.native.nemotron_h import NemotronH
+from megatron_blackmamba.layers import kinds_in
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     *(Mamba(), Mamba2(), NemotronH(), Llama(), Mixtral()),
@@ -87,12 +88,15 @@ def read(folder: Path) -> Canonical:
     architecture, config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     entries = files.read(folder, (files.SAFETENSORS, files.TORCH))
+    length = content.get(LENGTH)
+    if length == UNBOUNDED and not any(kind.rotates(config) for kind in kinds_in(config.pattern)):
+        length = None
     return Canonical(
         config,
         architecture.canonical(config, entries, folder),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
-        length if isinstance(length := content.get(LENGTH), int) and length > 0 else 2048,
+        length if isinstance(length, int) and length > 0 else 2048,
     )
 
 
@@ -127,7 +131,8 @@ def write(
     hf.write_weights(architecture.in_file(model), folder, shard_bytes, write_files)
     tokens = hf.write_tokenizer(model, folder)
     config: dict[str, Any] = {"architectures": [architecture.class_name], "model_type": architecture.model_type}
-    config |= architecture.exported(model.config) | tokens | {LENGTH: model.sequence_length}
+    config |= architecture.exported(model.config) | tokens
+    config |= {} if (length := positions(model)) is None else {LENGTH: length}
     config |= {"initializer_range": model.config.init.std, "torch_dtype": str(model.dtype).removeprefix("torch.")}
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", tokens)

@@ -18,13 +18,15 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical, Entry, InterchangeError, same_tensor, shapes
 from megatron_blackmamba.interchange.json_config import layer_count, need, validated
-from megatron_blackmamba.layers import Weight, kind_of, unread_keys
+from megatron_blackmamba.layers import Weight, kind_of, kinds_in, unread_keys
 from megatron_blackmamba.layers.attention import kind as attention
 from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
 EMBEDDING = "embedding.word_embeddings.weight"
 REQUIRED = object()
 LENGTH = "max_position_embeddings"
+UNBOUNDED = 2**20
+"""Positions of a model that has no longest sequence, where a file must name a number; llama.cpp's converter too."""
 WITHOUT_EFFECT = frozenset(
     {
         *("_name_or_path", "architectures", "auto_map", "model_type", "torch_dtype", "dtype", "transformers_version"),
@@ -37,6 +39,14 @@ WITHOUT_EFFECT = frozenset(
 """Keys that change no output of given weights, and those that every architecture here reads."""
 ONLY_TRAIN = ("init", "z_loss", "router.aux_loss", "router.z_loss", "router.bias_update_rate")
 """Keys of ours that change no output of given weights."""
+
+
+def positions(model: Canonical) -> int | None:
+    """Return the number of positions: as trained where attention rotates; None where no layer attends."""
+    kinds = kinds_in(model.config.pattern)
+    if any(kind.rotates(model.config) for kind in kinds):
+        return model.sequence_length
+    return UNBOUNDED if any(kind.rotary for kind in kinds) else None
 
 
 class Field(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, tokenizer_of
 from megatron_blackmamba.interchange.native import architecture_of
-from megatron_blackmamba.interchange.native.base import Architecture, stacked
+from megatron_blackmamba.interchange.native.base import UNBOUNDED, Architecture, positions, stacked
 from megatron_blackmamba.interchange.native.llama import Rotary
 from megatron_blackmamba.interchange.native.llama_cpp_tokens import Vocabulary, vocabulary
 from megatron_blackmamba.layers.attention.kind import kv_heads
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
 """Types of the large matrices."""
-UNBOUNDED = 2**20
-"""The longest sequence of a model without positions, as llama.cpp's own converter writes it."""
 ENDS = {"embeddings": "token_embd", "embed_tokens": "token_embd", "norm": "output_norm", "norm_f": "output_norm"}
 ENDS |= {"lm_head": "output"}
 IN_LAYER = {
@@ -97,7 +95,7 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
         "name": name,
         "file_type": gguf.LlamaFileType[file_type],
         "quantization_version": gguf.GGML_QUANT_VERSION,
-        "context_length": model.sequence_length if isinstance(architecture, Rotary) else UNBOUNDED,
+        "context_length": positions(model) or UNBOUNDED,
         "embedding_length": config.hidden_size,
         "block_count": config.layers // architecture.per_layer,
         "vocab_size": config.vocab_size,
@@ -192,7 +190,5 @@ def library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise InterchangeError(
-            "gguf, which writes these files, is not installed: pip install 'megatron-blackmamba[gguf]'"
-        ) from None
+        raise InterchangeError("gguf, which writes these files, is not installed: pip install -e '.[gguf]'") from None
     return gguf

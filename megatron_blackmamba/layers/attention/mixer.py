@@ -9,10 +9,15 @@ Shapes: S sequence, B batch, H heads of this rank, G key-value heads of this ran
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.linears import linears
+from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.ops.attention import Documents, attention
 from megatron_blackmamba.ops.context import several
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 
@@ -28,3 +33,22 @@ class CausalAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHC, k_SBGC, v_SBGC))
         scale = self.config.described.attention_scale
         return attention(q, k, v, attention_mask, self.context, scale).permute(2, 0, 1, 3).flatten(2)
+
+
+class AttentionMixer(SelfAttention):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
+        column, row = linears(config.kernels.linear)
+        norm = RMSNorm if config.described.attention.qk_norm else None
+        super().__init__(
+            config,
+            SelfAttentionSubmodules(
+                linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
+            ),
+            layer_number,
+            AttnMaskType.causal,
+            pg_collection=pg_collection,
+        )
+
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        y_SBD, _ = super().forward(hidden_SBD, attention_mask=inputs.documents, rotary_pos_emb=inputs.rotary)
+        return y_SBD

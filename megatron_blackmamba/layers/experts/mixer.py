@@ -5,21 +5,32 @@ If this rank has all experts and every token goes to K of them, nothing is sent:
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K experts of a token, P = T * K token-expert pairs.
 """
 
-from typing import Any
-
 from torch import Tensor
 
+from megatron_blackmamba import routers
 from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll
+from megatron_blackmamba.layers.experts.grouped import GroupedExperts
+from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.linears import linears
 from megatron_blackmamba.model.router import KindRouter
-from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.registry import named
 from megatron_blackmamba.routers import Routed
 
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 class MoEMixer(MoELayer):
-    def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any):
-        super().__init__(*args, pg_collection=pg_collection, **kwargs)
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
+        column, row = linears(config.kernels.linear)
+        shared = ModuleSpec(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+        router = named(routers.kind_of(config.described.router.kind).module)
+        submodules = MoESubmodules(router=router, experts=GroupedExperts, shared_experts=shared)
+        super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
         ranks = pg_collection.ep.size() * pg_collection.expt_tp.size()
         sortable = isinstance(self.router, KindRouter) and self.router.kind.every_token_gets_k
         self.sorts = sortable and ranks == 1

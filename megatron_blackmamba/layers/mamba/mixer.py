@@ -13,22 +13,23 @@ x. The checkpoint stores the slices as one [x | z] matrix.
 Shapes: S sequence, B batch, D model, I inner channels of this rank, N state, R rank of dt, K convolution width.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_blackmamba.engine.checked import replace
-from megatron_blackmamba.layers.mamba.kind import NORMS, x_proj
+from megatron_blackmamba.engine.parts.layers import leave_whole
+from megatron_blackmamba.layers.mamba.kind import x_proj
+from megatron_blackmamba.layers.recurrent import NORMS
+from megatron_blackmamba.model.channels import Channels
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
 from megatron_blackmamba.ops.context import several
@@ -38,38 +39,6 @@ from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-
-
-@dataclass
-class MambaMixerSubmodules:
-    in_proj: ModuleSpec | type
-    x_proj: ModuleSpec | type
-    out_proj: ModuleSpec | type
-
-
-class Channels(nn.Module):
-    """A weight and a bias for this rank's channels, split along the first axis.
-
-    Subclasses compute in `forward`, and the mixer calls them as modules: only a module's call waits for its parameters
-    while `training.overlap` gathers them.
-    """
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
-        super().__init__()
-        self.weight, self.bias = weight, without_decay(bias)
-
-
-class Convolution(Channels):
-    """The causal convolution along the sequence, one filter a channel, then SiLU."""
-
-    def forward(self, x_BSI: Tensor, reset_BS: Tensor | None, context: ProcessGroup | None = None) -> Tensor:
-        """Convolve; `context` is the group of ranks with the other parts of these sequences."""
-        convolve: Any = causal_conv1d
-        if context is not None:
-            convolve = partial(causal_conv1d_part, group=context)
-        y_BSI: Tensor = convolve(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)
-        return y_BSI
 
 
 class ConvolutionOfRows(Channels):
@@ -93,13 +62,7 @@ class DeltaProjection(Channels):
 
 
 class MambaMixer(MegatronModule):
-    def __init__(
-        self,
-        config: MegatronConfig,
-        submodules: MambaMixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         model = config.described
         self.tp_group = pg_collection.tp
@@ -108,15 +71,15 @@ class MambaMixer(MegatronModule):
         self.keep_states = config.kernels.scan_states == "keep"
         inner, local = model.inner_size, model.inner_size // self.tp_group.size()
 
-        self.in_proj = column(submodules.in_proj, model.hidden_size, 2 * inner, config, self.tp_group)
+        self.in_proj = column(model.hidden_size, 2 * inner, config, self.tp_group)
         self.conv1d = ConvolutionOfRows(
             empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
         )
         self.shared = x_proj(model)
         outputs = self.shared.shape[0]
-        self.x_proj = row(submodules.x_proj, inner, outputs, config, self.tp_group, writes_to_residual=False)
+        self.x_proj = row(inner, outputs, config, self.tp_group)
         # Every rank needs (dt, B, C) of the whole sequence: sum over the ranks, do not scatter along the sequence.
-        replace(self.x_proj, "sequence_parallel", False)
+        leave_whole(self.x_proj)
         self.norms = NORMS if model.mamba_norms else ()
         for name, part in zip(self.norms, self.shared.rows, strict=False):
             norm = RMSNorm(config, self.shared.count(part), config.layernorm_epsilon)
@@ -127,9 +90,10 @@ class MambaMixer(MegatronModule):
         )
         self.A_log = without_decay(empty(local, model.state_size, dtype=config.full_precision))
         self.D = without_decay(empty(local, dtype=config.full_precision))
-        self.out_proj = row(submodules.out_proj, inner, model.hidden_size, config, self.tp_group)
+        self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
 
-    def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        reset_BS = inputs.reset_BS
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         xz_SBI, _ = self.in_proj(hidden_SBD)
         halves = self.conv1d(xz_SBI.transpose(0, 1), reset_BS, self.context)

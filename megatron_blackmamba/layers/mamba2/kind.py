@@ -8,22 +8,18 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.costs import FP32, Sizes
-from megatron_blackmamba.layers.base import Decoding, Division, Inputs, LayerKind, Runner
-from megatron_blackmamba.layers.mamba.kind import NORMS, initial_dt_bias, normed
+from megatron_blackmamba.layers.base import Division, LayerKind
+from megatron_blackmamba.layers.recurrent import NORMS, initial_dt_bias
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.ops.decoding import Step
     from megatron_blackmamba.settings import ModelConfig
 
 A_RANGE = (1.0, 16.0)
@@ -35,10 +31,11 @@ _FIELDS = ("heads", "head_dim", "state_size", "groups", "time_step_min")
 class Mamba2(LayerKind):
     letter, name = "S", "Mamba-2"
     keys = ("mamba2", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor", "mamba_norms")
-    block = "megatron_blackmamba.model.specs:mamba2_block"
+    mixer = "megatron_blackmamba.layers.mamba2.mixer:Mamba2Mixer"
+    cost = "megatron_blackmamba.layers.mamba2.cost:Mamba2Cost"
+    decode = "megatron_blackmamba.layers.mamba2.decode:Mamba2Decoding"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")
-    elementwise = frozenset({"convolution"})
     entry = '"mamba2"'
     cut = None
     widens = True
@@ -93,65 +90,6 @@ class Mamba2(LayerKind):
             return (torch.rand(shape, generator=random) * 2 - 1) * model.conv_kernel**-0.5
         return None
 
-    def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        """Count the scan's matrix products with the chunk length of `ops/ssd`, including the masked halves.
-
-        The product between the states of several chunks is left out: it depends on batch and device, and is
-        about 1 % of the layer on a GPU.
-        """
-        from megatron_blackmamba.ops.ssd.chunked import CHUNK
-
-        D, N, G = model.hidden_size, model.mamba2.state_size, model.mamba2.groups
-        I, H, GN = sizes(model)
-        whole, rest = divmod(sequence, CHUNK)
-        pairs = (whole * CHUNK**2 + rest**2) / sequence  # a token meets in its chunk
-        return {
-            "mamba2_projections": 2 * D * (2 * I + 2 * GN + H) + 2 * I * D,
-            "convolution": 2 * model.conv_kernel * (I + 2 * GN),
-            "ssd": round(2 * pairs * (G * N + I)) + 4 * I * N,
-        }
-
-    def kept(self, at: Sizes) -> int:
-        """Return the bytes saved for the backward pass.
-
-        Saved are in_proj's input and output, x, B and C after the convolution, and the scan's output before and after
-        the norm. One number per group of the norm, A, and a copy of the convolution's weights are saved too. Context
-        parallelism adds the last inputs of the part before, the state at the start, and the decays of all parts.
-        Norms of B and C keep these, their normalised values and results, and a number for each group.
-        """
-        I, H, GN = sizes(at.model)
-        split = 2 * I + 2 * GN + H + (I + 2 * GN) + 2 * I
-        each = at.whole * (at.width * split + FP32 * at.model.mamba2.groups) + 2 * FP32 * H
-        each += FP32 * (at.model.conv_kernel + 1) * (I + 2 * GN)
-        if at.model.mamba_norms:
-            each += at.whole * max(at.width, FP32) * 2 * (2 * GN + at.model.mamba2.groups)
-        if at.context > 1:
-            states = FP32 * (I * at.model.mamba2.state_size + at.context * H)
-            each += at.sequences * (at.width * (at.model.conv_kernel - 1) * (I + 2 * GN) + states)
-        return at.here * at.width * at.model.hidden_size + each // at.tensor
-
-    def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, or the needs of PyTorch's scan or of the gated norm."""
-        from megatron_blackmamba.ops.ssd import costs
-
-        I, H, GN = (number // at.tensor for number in sizes(at.model))
-        scan = costs.working(at, I, H, GN, at.model.mamba2.state_size)
-        norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
-        return max(self.kept(at), scan, norm)
-
-    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
-
-        For each sequence, every rank of the context group also gathers the last inputs of the convolution, the state
-        and, except in the backward pass, a decay for each head.
-        """
-        I, H, GN = sizes(at.model)
-        sequences, width = at.sequences, max(at.width, FP32)
-        window = at.width * (at.model.conv_kernel - 1) * (I + 2 * GN)
-        passed_on = passes * (window + width * I * at.model.mamba2.state_size) + (passes - 1) * width * H
-        context = at.context * sequences * passed_on / at.tensor
-        return {"tensor": (2 * passes + 1) * at.stream, "context": context}
-
     def exported(self, model: ModelConfig) -> str:
         return "mamba2"
 
@@ -166,9 +104,6 @@ class Mamba2(LayerKind):
         fields = {field: content[name] for field in _FIELDS if (name := f"mamba2_{field}") in content}
         return {"mamba2": fields, "mamba_norms": content.get("mamba_norms", False)}
 
-    def decoding(self, model: ModelConfig) -> Decoding:
-        return Mamba2Decoding()
-
 
 def sizes(model: ModelConfig) -> tuple[int, int, int]:
     """Return I, H, GN."""
@@ -179,134 +114,3 @@ def sizes(model: ModelConfig) -> tuple[int, int, int]:
 def in_proj(model: ModelConfig) -> Weight:
     I, H, GN = sizes(model)
     return by_rows(model.hidden_size, z=I, x=I, B=GN, C=GN, dt=H)
-
-
-def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
-    """Return dt such that softplus(dt + bias) is at least `least`."""
-    if not least:
-        return dt
-    return dt.maximum((math.log(math.expm1(least)) - bias_H).to(dt.dtype))
-
-
-@dataclass(frozen=True)
-class Mamba2Layer:
-    """The weights of one layer; the parameters of the recurrence are in fp32."""
-
-    in_proj: Tensor
-    conv_weight_QK: Tensor
-    conv_bias_Q: Tensor
-    dt_bias_H: Tensor
-    A_H: Tensor
-    D_H: Tensor
-    norm_I: Tensor
-    out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class NormedMamba2Layer(Mamba2Layer):
-    """The weights of one layer with model.mamba_norms."""
-
-    B_norm_GN: Tensor
-    C_norm_GN: Tensor
-
-
-class Mamba2Decoding(Decoding):
-    """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
-
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
-        weights = {
-            "in_proj": get("in_proj.weight", dtype),
-            "conv_weight_QK": get("conv1d.weight")[:, 0].contiguous(),
-            "conv_bias_Q": get("conv1d.bias"),
-            "dt_bias_H": get("dt_bias"),
-            "A_H": -get("A_log").exp(),
-            "D_H": get("D"),
-            "norm_I": get("norm.weight"),
-            "out_proj": get("out_proj.weight", dtype),
-        }
-        if not model.mamba_norms:
-            return Mamba2Layer(**weights)
-        groups = (model.mamba2.groups, -1)
-        B_norm_GN, C_norm_GN = (get(f"{name}.weight").view(groups) for name in NORMS[1:])
-        return NormedMamba2Layer(**weights, B_norm_GN=B_norm_GN, C_norm_GN=C_norm_GN)
-
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        import torch
-
-        I, H, GN = sizes(model)
-        return [
-            torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, dtype=torch.float32, device=device),
-            torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
-        ]
-
-    def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step | None:
-        from megatron_blackmamba.ops.decoding import mamba2_step
-
-        if model.mamba_norms or model.mamba2.time_step_min:
-            return None
-        return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
-
-    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
-        from megatron_blackmamba.ops.ssd import ssd_step
-
-        window_BWQ, state_BHPN = memory
-        z_BI, xBC_BQ, dt_BH = in_proj(run.config).split(run.times(x_BD, layer.in_proj), "z", "x B C", "dt")
-        dt_BH = bounded(dt_BH, layer.dt_bias_H, run.config.mamba2.time_step_min)
-        xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
-        x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, layer, run.config)
-        y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
-        return run.times(_normed(y_BHP, z_BI, layer, run.config), layer.out_proj)
-
-    def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
-        from megatron_blackmamba.ops.matvec import product
-        from megatron_blackmamba.ops.ssd import ssd
-
-        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
-        window_BWQ, state_BHPN = memory
-        z_BLI, xBC_BLQ, dt_BLH = in_proj(run.config).split(product(x_BLD, layer.in_proj), "z", "x B C", "dt")
-        dt_BLH = bounded(dt_BLH, layer.dt_bias_H, run.config.mamba2.time_step_min)
-        if keep_BL1 is not None:
-            xBC_BLQ = xBC_BLQ * keep_BL1
-        xBC_BLQ, last_window_BWQ = causal_conv1d(
-            xBC_BLQ,
-            layer.conv_weight_QK,
-            layer.conv_bias_Q,
-            initial_window=window_BWQ,
-            reset_BL=reset_BL,
-            return_final_window=True,
-        )
-        if keep_BL1 is not None:
-            xBC_BLQ = xBC_BLQ * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        x_BLHP, B_BLGN, C_BLGN = _x_B_C(xBC_BLQ, layer, run.config)
-        y_BLHP, last_state_BHPN = ssd(
-            x_BLHP,
-            dt_BLH,
-            layer.A_H,
-            B_BLGN,
-            C_BLGN,
-            layer.D_H,
-            dt_bias_H=layer.dt_bias_H,
-            initial_state_BHPN=state_BHPN,
-            reset_BL=reset_BL,
-            return_final_state=True,
-        )
-        window_BWQ.copy_(last_window_BWQ)
-        state_BHPN.copy_(last_state_BHPN)
-        return product(_normed(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
-
-
-def _x_B_C(xBC: Tensor, layer: Mamba2Layer, model: ModelConfig) -> tuple[Tensor, ...]:
-    x, B, C = in_proj(model).split(xBC, "x", "B", "C")
-    groups = (model.mamba2.groups, -1)
-    B, C = B.unflatten(-1, groups), C.unflatten(-1, groups)
-    if isinstance(layer, NormedMamba2Layer):
-        B, C = normed(B, layer.B_norm_GN, model.norm_eps), normed(C, layer.C_norm_GN, model.norm_eps)
-    return x.unflatten(-1, (-1, model.mamba2.head_dim)), B, C
-
-
-def _normed(y: Tensor, z: Tensor, layer: Mamba2Layer, model: ModelConfig) -> Tensor:
-    from megatron_blackmamba.ops.gated_norm import gated_rms_norm
-
-    return gated_rms_norm(y.flatten(-2), z, layer.norm_I, model.mamba2.groups, model.norm_eps)

@@ -13,71 +13,31 @@ Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P 
 Q = I + 2GN channels of the convolution.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_blackmamba.layers.mamba.kind import NORMS
-from megatron_blackmamba.layers.mamba.mixer import Convolution
-from megatron_blackmamba.layers.mamba2.kind import bounded, in_proj, sizes
+from megatron_blackmamba.layers.mamba2.decode import bounded
+from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
+from megatron_blackmamba.layers.recurrent import NORMS
+from megatron_blackmamba.model.channels import Convolution
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.norms import GatedNorm, GroupNorm
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.context import several
-from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.ssd import ssd
 from megatron_blackmamba.ops.ssd.part import ssd_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-
-
-@dataclass
-class Mamba2MixerSubmodules:
-    in_proj: ModuleSpec | type
-    out_proj: ModuleSpec | type
-
-
-class GatedNorm(nn.Module):
-    """The norm of each group's gated channels."""
-
-    def __init__(self, channels: int, groups: int, config: MegatronConfig):
-        super().__init__()
-        self.groups, self.eps = groups, config.layernorm_epsilon
-        self.weight = without_decay(empty(channels, dtype=config.params_dtype))
-
-    def forward(self, x_BSI: Tensor, gate_BSI: Tensor) -> Tensor:
-        return gated_rms_norm(x_BSI, gate_BSI, self.weight, self.groups, self.eps)
-
-
-class GroupNorm(nn.Module):
-    """The RMS norm of B or C, each group by itself."""
-
-    def __init__(self, channels: int, groups: int, config: MegatronConfig):
-        super().__init__()
-        self.groups, self.eps = groups, config.layernorm_epsilon
-        self.weight = without_decay(empty(channels, dtype=config.params_dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        compute = torch.promote_types(x.dtype, torch.float32)
-        x_GN = x.to(compute).unflatten(-1, (self.groups, -1))
-        normal_GN = F.rms_norm(x_GN, x_GN.shape[-1:], None, self.eps)
-        return (normal_GN.flatten(-2) * self.weight.to(compute)).to(x.dtype)
 
 
 class Mamba2Mixer(MegatronModule):
-    def __init__(
-        self,
-        config: MegatronConfig,
-        submodules: Mamba2MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         model = config.described
         self.tp_group = pg_collection.tp
@@ -88,7 +48,7 @@ class Mamba2Mixer(MegatronModule):
         self.groups, self.time_step_min = model.mamba2.groups // ranks, model.mamba2.time_step_min
         self.rows = whole.share(ranks)
         channels, self.heads = self.rows.count("x B C"), self.rows.count("dt")
-        self.in_proj = column(submodules.in_proj, model.hidden_size, whole.shape[0], config, self.tp_group)
+        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         self.conv1d = Convolution(
             empty(channels, 1, model.conv_kernel, dtype=config.params_dtype),
             empty(channels, dtype=config.params_dtype),
@@ -100,9 +60,10 @@ class Mamba2Mixer(MegatronModule):
         for name in self.norms:
             self.add_module(name, GroupNorm(self.rows.count("B"), self.groups, config))
         self.norm = GatedNorm(inner // ranks, self.groups, config)
-        self.out_proj = row(submodules.out_proj, inner, model.hidden_size, config, self.tp_group)
+        self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
 
-    def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        reset_BS = inputs.reset_BS
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         zxBCdt_SB, _ = self.in_proj(hidden_SBD)
         z_BSI, xBC_BSQ, dt_BSH = self.rows.split(zxBCdt_SB.transpose(0, 1), "z", "x B C", "dt")

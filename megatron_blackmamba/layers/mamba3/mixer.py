@@ -11,58 +11,26 @@ Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P 
 R rank.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from torch import Tensor
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from megatron_blackmamba.layers.mamba2.mixer import GroupNorm
 from megatron_blackmamba.layers.mamba3.kind import MIX, NORMS, in_proj
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import column, row
-from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.model.norms import GroupNorm, SharedNorm
+from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.mamba3 import Rates, gated, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
-    copy_to_tensor_model_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-
-
-@dataclass
-class Mamba3MixerSubmodules:
-    in_proj: ModuleSpec | type
-    out_proj: ModuleSpec | type
-
-
-class SharedNorm(nn.Module):
-    """The RMS norm of B or C of each group, with one weight for all groups of all ranks."""
-
-    def __init__(self, size: int, config: MegatronConfig, group: Any):
-        super().__init__()
-        self.eps, self.group = config.layernorm_epsilon, group
-        self.weight = without_decay(replicated(empty(size, dtype=config.params_dtype), sequence_parallel=False))
-
-    def forward(self, x_RGN: Tensor) -> Tensor:
-        compute = torch.promote_types(x_RGN.dtype, torch.float32)
-        weight_N = copy_to_tensor_model_parallel_region(self.weight, group=self.group).to(compute)
-        return F.rms_norm(x_RGN.to(compute), weight_N.shape, weight_N, self.eps).to(x_RGN.dtype)
 
 
 class Mamba3Mixer(MegatronModule):
-    def __init__(
-        self,
-        config: MegatronConfig,
-        submodules: Mamba3MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         model = config.described
         self.tp_group = pg_collection.tp
@@ -75,7 +43,7 @@ class Mamba3Mixer(MegatronModule):
         N, R = model.mamba3.state_size, model.mamba3.rank
         self.rank = R
 
-        self.in_proj = column(submodules.in_proj, model.hidden_size, whole.shape[0], config, self.tp_group)
+        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         shapes = {"dt_bias": (heads,), "B_bias": (heads, R, N), "C_bias": (heads, R, N), "D": (heads,)}
         for name, shape in shapes.items():
             self.register_parameter(name, without_decay(empty(*shape, dtype=config.full_precision)))
@@ -85,9 +53,10 @@ class Mamba3Mixer(MegatronModule):
         for name in NORMS:
             self.add_module(name, SharedNorm(N, config, self.tp_group))
         self.norm = GroupNorm(inner, heads, config) if model.mamba3.output_norm else None
-        self.out_proj = row(submodules.out_proj, model.inner_size, model.hidden_size, config, self.tp_group)
+        self.out_proj = row(model.inner_size, model.hidden_size, config, self.tp_group)
 
-    def forward(self, hidden_SBD: Tensor, reset_BS: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+        reset_BS = inputs.reset_BS
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         projected_SB, _ = self.in_proj(hidden_SBD)
         z_BSI, x_BSI, *shared, dt, A, trap, angle = self.rows.split(projected_SB.transpose(0, 1))

@@ -6,19 +6,16 @@ Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up; without 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from megatron_blackmamba.costs import Sizes
-from megatron_blackmamba.layers.base import Decoding, Division, Inputs, LayerKind, Runner
+from megatron_blackmamba.layers.base import Division, LayerKind
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.ops.decoding import Step
     from megatron_blackmamba.settings import ModelConfig
 
 
@@ -49,7 +46,9 @@ class MLP(LayerKind):
     keys = ("mlp_hidden_size", "activation", "gated")
     cut = None
     widens = True
-    block = "megatron_blackmamba.model.specs:mlp_block"
+    mixer = "megatron_blackmamba.layers.mlp.mixer:DenseMLP"
+    cost = "megatron_blackmamba.layers.mlp.cost:MLPCost"
+    decode = "megatron_blackmamba.layers.mlp.decode:MLPDecoding"
     writes_to_residual = ("linear_fc2.weight",)
     entry = '"mlp"'
 
@@ -71,18 +70,6 @@ class MLP(LayerKind):
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None
 
-    def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
-        return {"mlp": 2 * products(model) * model.hidden_size * (model.mlp_hidden_size or 0)}
-
-    def kept(self, at: Sizes) -> int:
-        """Return the bytes of the input, and what is kept for each hidden unit."""
-        F = (at.model.mlp_hidden_size or 0) // at.tensor
-        return at.width * (at.here * at.model.hidden_size + at.whole * kept(at.model) * F)
-
-    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""
-        return {"tensor": (2 * passes + 1) * at.stream}
-
     def exported(self, model: ModelConfig) -> str:
         return "mlp"
 
@@ -94,39 +81,3 @@ class MLP(LayerKind):
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         return {"mlp_hidden_size": content.get("mlp_hidden_size"), "gated": content.get("gated", True)}
-
-    def decoding(self, model: ModelConfig) -> Decoding:
-        return MLPDecoding()
-
-
-@dataclass(frozen=True)
-class MLPLayer:
-    """The weights of one layer; the rows of fc1 are [gate | up], or all alike without a gate."""
-
-    fc1_GD: Tensor
-    fc2_DF: Tensor
-
-
-class MLPDecoding(Decoding):
-    """No memory."""
-
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MLPLayer:
-        return MLPLayer(get("linear_fc1.weight", dtype), get("linear_fc2.weight", dtype))
-
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        return []
-
-    def compiled(self, layer: MLPLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
-        from megatron_blackmamba.ops.decoding import mlp_step
-
-        if not model.gated or model.activation not in ("silu", "gelu"):
-            return None
-        return mlp_step(norm_D=norm_D, **vars(layer), activation=model.activation, eps=model.norm_eps)
-
-    def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        return run.times(run.activated(run.times(x_BD, layer.fc1_GD)), layer.fc2_DF)
-
-    def read(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        from megatron_blackmamba.ops.matvec import product
-
-        return product(run.activated(product(x_BLD, layer.fc1_GD)), layer.fc2_DF)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inputs", "available_backends", "causal_conv1d", "causal_conv1d_step"]
 
-BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
+BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 
 
 class Options(TypedDict, total=False):

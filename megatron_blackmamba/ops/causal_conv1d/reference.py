@@ -10,14 +10,6 @@ from torch import Tensor
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 
 
-def unavailable() -> str | None:
-    return None
-
-
-def unsupported(inputs: Inputs) -> str | None:
-    return None
-
-
 def convolve(inputs: Inputs) -> Tensor:
     x_BLI, weight_IK, bias_I, activation, initial_window_BWI, reset_BL = inputs
     L, K = x_BLI.shape[1], weight_IK.shape[1]

@@ -12,26 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.causal_conv1d import reference
 from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.gradients import first_order
-from megatron_blackmamba.ops.library import empty_like_rows
+from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
-from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
+from megatron_blackmamba.ops.triton_support import too_long
 
-__all__ = ["TAKES_ROWS", "convolve", "convolve_rows", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 TAKES_ROWS = True
 BLOCK, WARPS, STEPS, TILE = 128, 1, 4, 128
 
 
 def unsupported(inputs: Inputs) -> str | None:
     x_BLI, taps = inputs.x_BLI, inputs.weight_IK.shape[1]
-    if not x_BLI.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if x_BLI.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"computes in float32, the input is {x_BLI.dtype}"
     if not 2 <= taps <= STEPS + 1:
         return f"2 to {STEPS + 1} taps, not {taps}"
     if x_BLI.numel() == 0:
@@ -60,7 +56,7 @@ class _Convolution(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         inputs = Inputs(*ctx.saved_tensors)._replace(activation=ctx.activation)
-        dy = _unit_stride(dy)
+        dy = with_channels_contiguous(dy)
         dx = empty_like_rows(inputs.x_BLI)
         dweight, dbias = _run_backward(inputs, dy, None, dx)
         dwindow = _window_gradient(inputs, dy) if ctx.needs_input_grad[4] else None
@@ -71,7 +67,7 @@ class _ConvolvedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, xz, weight, bias, activation: str | None, reset, gradient: RowGradient):
         ctx.set_materialize_grads(False)
-        x, z = _unit_stride(xz).chunk(2, dim=-1)
+        x, z = with_channels_contiguous(xz).chunk(2, dim=-1)
         inputs = _ready(Inputs(x, weight, bias, activation, None, reset))
         ctx.save_for_backward(*inputs._replace(activation=None))
         ctx.activation, ctx.gradient = activation, gradient
@@ -84,9 +80,9 @@ class _ConvolvedRows(torch.autograd.Function):
         inputs = Inputs(*ctx.saved_tensors)._replace(activation=ctx.activation)
         if dy is None:
             dy, dy_again = dy_again, None
-        dy = torch.zeros_like(inputs.x_BLI) if dy is None else _unit_stride(dy)
+        dy = torch.zeros_like(inputs.x_BLI) if dy is None else with_channels_contiguous(dy)
         dxz = ctx.gradient.take(inputs.x_BLI, dz)
-        more = None if dy_again is None else _unit_stride(dy_again)
+        more = None if dy_again is None else with_channels_contiguous(dy_again)
         dweight, dbias = _run_backward(inputs, dy, more, dxz.chunk(2, dim=-1)[0])
         return dxz, dweight, dbias, None, None, None
 
@@ -95,7 +91,7 @@ def _ready(inputs: Inputs) -> Inputs:
     """Return the inputs as the kernels take them."""
     x, window, reset = inputs.x_BLI, inputs.initial_window_BWI, inputs.reset_BL
     return inputs._replace(
-        x_BLI=_unit_stride(x),
+        x_BLI=with_channels_contiguous(x),
         initial_window_BWI=None if window is None else window.to(x.dtype).contiguous(),
         reset_BL=None if reset is None else reset.contiguous().view(torch.uint8),
     )
@@ -126,10 +122,6 @@ def _run_backward(inputs: Inputs, dy: Tensor, more: Tensor | None, dx: Tensor) -
     )  # fmt: skip
     sums_TI = sums_BPTI.sum((0, 1))
     return sums_TI[:K].flip(0).t().to(weight.dtype), None if bias is None else sums_TI[K].to(bias.dtype)
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _window_gradient(inputs: Inputs, dy: Tensor) -> Tensor:

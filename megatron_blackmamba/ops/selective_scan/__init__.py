@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inputs", "available_backends", "selective_scan", "selective_scan_step"]
 
-BACKENDS = ("cuda", "triton", "mamba_ssm", "cpu", "chunked", "reference")  # best first, each where it applies
+BACKENDS = ("cuda", "triton", "mamba_ssm", "cpp", "chunked", "reference")  # best first, each where it applies
 
 
 class Options(TypedDict, total=False):

@@ -19,14 +19,6 @@ from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 CHUNK = 16
 
 
-def unavailable() -> str | None:
-    return None
-
-
-def unsupported(inputs: Inputs) -> str | None:
-    return None
-
-
 def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
     u_BLI, delta_BLI, A_IN, B_BLN, C_BLN, D_I, z_BLI, delta_bias_I, delta_softplus, initial_state_BIN, reset_BL = inputs
     compute = torch.promote_types(u_BLI.dtype, torch.float32)

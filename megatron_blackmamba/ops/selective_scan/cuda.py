@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.ops import nvrtc
-from megatron_blackmamba.ops.backends import multiprocessors
+from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops.backends import Takes, multiprocessors
 from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.ops.selective_scan.costs import in_segments
 from megatron_blackmamba.ops.selective_scan.cuda_launch import STATES, WIDTH, aligned
@@ -23,15 +23,14 @@ from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 if TYPE_CHECKING:
     from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
 
+TAKES = Takes("cuda", (torch.bfloat16,))
 TAKES_CHAIN = TAKES_MEMORY_OPTIONS = True
 SHARED = ("u_BLI", "delta_BLI", "B_BLN", "C_BLN", "z_BLI")
 ONE_CHANNEL_BLOCKS = 3  # on one processor: up to here one channel a thread is faster, from there on two are
 
 
 def unavailable() -> str | None:
-    from megatron_blackmamba.ops import backends
-
-    return backends.why_not("megatron_blackmamba.ops", backends.SUPPORT) or nvrtc.unavailable()
+    return backends.why_not(__package__, "triton")
 
 
 def smallest(device: str) -> None:
@@ -45,20 +44,14 @@ def smallest(device: str) -> None:
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    u_BLI, (I, N) = inputs.u_BLI, inputs.A_IN.shape
-    if not u_BLI.is_cuda:
-        return "the tensors are not on a CUDA device"
+    I, N = inputs.A_IN.shape
     for name in SHARED:
         x = getattr(inputs, name)
         if x is not None and x.dtype != torch.bfloat16:
             return f"takes bfloat16, {name.partition('_')[0]} is {x.dtype}"
     if N != STATES or I % WIDTH:
         return f"takes {STATES} states and multiples of {WIDTH} channels, not {N} and {I}"
-    if u_BLI.numel() == 0:
-        return "the input is empty"
-    from megatron_blackmamba.ops.selective_scan import triton
-
-    return triton.unsupported(inputs)
+    return backends.refusal(__package__, "triton", inputs)
 
 
 def scan(

@@ -14,12 +14,10 @@ from megatron_blackmamba.ops.selective_scan.problem import Gradients, Kept, Prob
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan
 
 SOURCE = Path(__file__).with_name("scan.cu")
-WIDTH, STATES, STEP = 128, 16, 4
-"""Channels of a block, states of a channel, tokens of a step: as in scan.cu."""
+_FIXED = nvrtc.constants(SOURCE)
+WIDTH, STATES, STEP = (_FIXED[name] for name in ("WIDTH", "STATES", "STEP"))
+"""Channels of a block, states of a channel, tokens of a step."""
 ALIGNMENT = 16  # bytes of an asynchronous copy
-SUM_THREADS = 256
-BC_BYTES = STEP * 2 * STATES * 2
-FORWARD_STAGES, BACKWARD_STAGES = 4, 3
 
 
 def forward(
@@ -41,8 +39,6 @@ def forward(
         "Forward",
         _defines(p, save, plan.channels),
         (I // WIDTH, B, plan.segments(L)),
-        WIDTH // plan.channels,
-        FORWARD_STAGES * _stage_bytes(3 if p.z is not None else 2),
         starts=starts_BSNI, y=y, raw_y=raw_y, states=states_BTIN, end=end_BNI, segment=plan.segment or L,
         **_inputs(p), **_strides(y=y),
     )  # fmt: skip
@@ -55,15 +51,11 @@ def backward(p: Problem, plan: Plan, kept: Kept, ends_BSNI: Tensor | None, grads
     blocks, length, dy = I // WIDTH, plan.backward_length(L), aligned(kept.dy)
     dz = None if grads.dz is None else aligned(grads.dz)
     dBC_KBLM = torch.empty(blocks, B, L, 2 * N, device=p.u.device, dtype=torch.float32)
-    sums = 5 * STEP * WIDTH + 2 * 4 * STEP * 2 * STATES  # floats: a warp's numbers of channels, and the sums of dB, dC
-    stage = _stage_bytes(5 if p.z is not None else 3) + WIDTH * STATES * 2
     _launch(
         "scan_backward",
         "Backward",
         _defines(p, True, plan.channels),
         (blocks, B, -(-L // length)),
-        WIDTH,
-        BACKWARD_STAGES * stage + sums * 4,
         dy=dy, raw_y=kept.raw_y, states=kept.states, ends=ends_BSNI,
         du=grads.du, ddelta=grads.ddelta, dz=dz, dBC=dBC_KBLM, dA=grads.dA_BGNI, dD=grads.dD_BGI,
         dbias=grads.dbias_BGI, dstart=grads.dstart_BNI, segment=length,
@@ -71,9 +63,9 @@ def backward(p: Problem, plan: Plan, kept: Kept, ends_BSNI: Tensor | None, grads
     )  # fmt: skip
     if grads.dz is not None and dz is not None and dz is not grads.dz:
         grads.dz.copy_(dz)
-    groups = -(-B * L * 2 * N // (4 * SUM_THREADS))
+    groups = -(-B * L * 2 * N // (4 * _FIXED["SUM_THREADS"]))
     _launch(
-        "sum_of_blocks", "SumOfBlocks", _defines(p, True, plan.channels), (groups, 1, 1), SUM_THREADS, 0,
+        "sum_of_blocks", "SumOfBlocks", _defines(p, True, plan.channels), (groups, 1, 1),
         parts=dBC_KBLM, dBC=grads.dBC, blocks=blocks, tokens=B * L,
     )  # fmt: skip
 
@@ -83,10 +75,6 @@ def aligned(rows: Tensor) -> Tensor:
     width = ALIGNMENT // rows.element_size()
     even = rows.stride(-1) == 1 and all(stride % width == 0 for stride in rows.stride()[:-1])
     return rows if even and rows.data_ptr() % ALIGNMENT == 0 else rows.contiguous()
-
-
-def _stage_bytes(tensors: int) -> int:
-    return tensors * STEP * WIDTH * 2 + BC_BYTES
 
 
 def _defines(p: Problem, save: bool, channels: int) -> dict[str, int]:
@@ -120,8 +108,9 @@ def _launch(
     structure: str,
     defines: dict[str, int],
     grid: tuple[int, int, int],
-    threads: int,
-    shared_bytes: int,
     **arguments: Any,
 ) -> None:
+    known = nvrtc.constants(SOURCE, tuple(defines.items()))
+    name = kernel.removeprefix("scan_").partition("_")[0].upper()
+    threads, shared_bytes = known[f"{name}_THREADS"], known.get(f"{name}_BYTES", 0)
     nvrtc.launch(SOURCE, kernel, structure, defines, grid, threads, shared_bytes, arguments)

@@ -9,7 +9,10 @@ import torch
 from mamba_ssm.ops import selective_scan_interface
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
+
+TAKES = Takes("cuda", UP_TO_FP32)
 
 
 def unavailable() -> str | None:
@@ -28,12 +31,8 @@ def smallest(device: str) -> None:
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    if not inputs.u_BLI.is_cuda:
-        return "the tensors are not on a CUDA device"
     if inputs.initial_state_BIN is not None or inputs.reset_BL is not None:
         return "takes no initial state and no resets"
-    if inputs.u_BLI.dtype == torch.float64:
-        return "computes in float32, the input is float64"
     return "the input is empty" if inputs.u_BLI.numel() == 0 else None
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_blackmamba.ops.library import with_channels_contiguous
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
 
 
@@ -32,9 +33,9 @@ class Problem:
     def of(inputs: Inputs) -> "Problem":
         D_I, z_BLI, delta_bias_I, softplus, _, reset_BL = inputs[5:]
         return Problem(
-            u=unit_stride(inputs.u_BLI),
-            delta=unit_stride(inputs.delta_BLI),
-            z=None if z_BLI is None else unit_stride(z_BLI),
+            u=with_channels_contiguous(inputs.u_BLI),
+            delta=with_channels_contiguous(inputs.delta_BLI),
+            z=None if z_BLI is None else with_channels_contiguous(z_BLI),
             A_IN=inputs.A_IN.float().contiguous(),
             B=inputs.B_BLN,
             C=inputs.C_BLN,
@@ -107,11 +108,6 @@ class Gradients:
     def part(self, cut: slice) -> "Gradients":
         """Some sequences of the batch."""
         return Gradients(**{name: _cut(x, cut) for name, x in vars(self).items()})
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """Return x if its channels are contiguous, else a copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _cut(x: Tensor | None, sequences: slice) -> Any:

@@ -5,6 +5,7 @@
 //
 // Set by the compiler's options, each 0 or 1: HAS_Z (gate), HAS_RESET, SOFTPLUS, RAGGED (the length is no multiple of
 // four), SAVE (forward: save states), and CHANNELS (forward: channels of a thread, 1 or 2).
+// `cuda_launch.py` reads the constants below: how many threads a kernel has, and how many BYTES of shared memory.
 // Letters: B batch, L length, I channels, N = 16 states, S segments, T = L / 4 steps, K = I / 128 blocks.
 constexpr int STATES = 16, STEP = 4, WIDTH = 128, ROW = WIDTH * 2;  // ROW: bytes of a token's channels
 constexpr float FORGET = -1e30f;  // added to an exponent, it makes the decay exactly zero
@@ -58,6 +59,7 @@ struct Forward {
 
 constexpr int FORWARD_STAGES = 4, FORWARD_THREADS = WIDTH / CHANNELS;
 constexpr int FORWARD_ROWS = HAS_Z ? 3 : 2, FORWARD_STAGE = FORWARD_ROWS * STEP * ROW + STEP * 64;
+constexpr int FORWARD_BYTES = FORWARD_STAGES * FORWARD_STAGE;
 
 KERNEL void __launch_bounds__(FORWARD_THREADS, CHANNELS == 1 ? 5 : 6) scan_forward(const Forward p) {
   SHARED_MEMORY(shared);
@@ -188,6 +190,7 @@ constexpr int BACKWARD_STAGE = STATES_AT + WIDTH * STATES * 2;
 constexpr int TOKEN = 32;                                // floats of a warp's channels
 constexpr int OF_WARP = 5 * STEP * TOKEN;                // delta, input and g; sums over the states of two
 constexpr int SUMS = 2 * WARPS * STEP * TOKEN;           // a warp's two halves of dB and dC
+constexpr int BACKWARD_BYTES = BACKWARD_STAGES * BACKWARD_STAGE + (WARPS * OF_WARP + SUMS) * 4;
 
 // The sum over the four lanes that share w: lane q receives that of channel q.
 DEVICE float sum_over_states(const float* x, bool odd, bool upper) {
@@ -394,8 +397,9 @@ struct SumOfBlocks {
   bf16* dBC;           // [tokens, 2N]
   long long blocks, tokens;
 };
-KERNEL void __launch_bounds__(256) sum_of_blocks(const SumOfBlocks p) {
-  const long long at = ((long long)blockIdx.x * 256 + threadIdx.x) * 4, size = p.tokens * 2 * STATES;
+constexpr int SUM_THREADS = 256;
+KERNEL void __launch_bounds__(SUM_THREADS) sum_of_blocks(const SumOfBlocks p) {
+  const long long at = ((long long)blockIdx.x * SUM_THREADS + threadIdx.x) * 4, size = p.tokens * 2 * STATES;
   if (at >= size) return;
   float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f}, part[4];
   for (long long block = 0; block < p.blocks; ++block) {

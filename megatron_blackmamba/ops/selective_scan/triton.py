@@ -17,19 +17,18 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.context import Chain
 from megatron_blackmamba.ops.gradients import first_order
-from megatron_blackmamba.ops.library import empty_like_rows
+from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
 from megatron_blackmamba.ops.selective_scan import cuda_launch, triton_backward, triton_forward
 from megatron_blackmamba.ops.selective_scan.inputs import Inputs
-from megatron_blackmamba.ops.selective_scan.problem import Gradients, Kept, Problem, unit_stride
+from megatron_blackmamba.ops.selective_scan.problem import Gradients, Kept, Problem
 from megatron_blackmamba.ops.selective_scan.triton_tuning import Plan, plan_for
-from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
+from megatron_blackmamba.ops.triton_support import too_long
 
-__all__ = ["scan", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 TAKES_CHAIN = TAKES_MEMORY_OPTIONS = True
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CARRY_BLOCK = 256
 SHORTEST_CHUNK = 32  # of any plan
 WARP = 32
@@ -37,10 +36,6 @@ WARP = 32
 
 def unsupported(inputs: Inputs) -> str | None:
     u_BLI, N = inputs.u_BLI, inputs.A_IN.shape[1]
-    if not u_BLI.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if u_BLI.dtype not in DTYPES:
-        return f"computes in float32, the input is {u_BLI.dtype}"
     if N not in (4, 8, 16, 32, 64):
         return f"the state size is 4, 8, 16, 32 or 64, not {N}"
     if u_BLI.numel() == 0:
@@ -85,7 +80,7 @@ class _Scan(torch.autograd.Function):
         dy = torch.zeros_like(inputs.u_BLI) if dy is None else dy
         dend_BNI = None if dfinal is None else dfinal.float().transpose(1, 2).contiguous()
         dz = None if inputs.z_BLI is None else (ctx.z_gradient or empty_like_rows)(inputs.z_BLI)
-        kept = Kept(unit_stride(dy), saved, raw_y)
+        kept = Kept(with_channels_contiguous(dy), saved, raw_y)
         grads = _run_backward(Problem.of(inputs), kept, dend_BNI, ctx.plan, ctx.chain, dz)
         du, ddelta, dA, dB, dC, dD, dbias, dstart_BNI = grads
         needed = Inputs(*ctx.needs_input_grad[3:])

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
+from megatron_blackmamba.ops.sinkhorn.inputs import Inputs
 
-__all__ = ["available_backends", "load_imbalance", "sinkhorn_choice"]
+__all__ = ["Inputs", "available_backends", "load_imbalance", "sinkhorn_choice"]
 
-BACKENDS = ("triton", "cpu", "reference")  # best first, each where it applies
+BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 MOST_ITERATIONS, LOAD_BOUND = 16, 1.2
 """Of "auto": most iterations, and the multiple of the mean share of the plan that ends them if no expert has more."""
 
@@ -71,12 +72,13 @@ def sinkhorn_choice(
     if not (isinstance(temperature, Real) and math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
     most, bound = (MOST_ITERATIONS, LOAD_BOUND) if iterations == "auto" else (int(iterations), 0.0)
-    chosen = backends.choose(__name__, BACKENDS, backend, logits_TE, group)
+    inputs = Inputs(logits_TE, most, temperature, start, group, bound)
+    chosen = backends.choose(__name__, BACKENDS, backend, inputs)
     if top_k == 1:
         found_E = None if bias_E is None else torch.zeros_like(bias_E)
-        choice = chosen.choice(logits_TE, most, temperature, start, group, tokens_E, found_E, bound)
+        choice = chosen.choice(inputs, tokens_E, found_E)
     else:
-        found_E = chosen.bias(logits_TE, most, temperature, start, group, bound)
+        found_E = chosen.bias(inputs)
         choice = (logits_TE + found_E).topk(top_k, dim=1).indices
         if tokens_E is not None:
             tokens_E.scatter_add_(0, choice.flatten(), torch.ones_like(choice.flatten()))

@@ -7,33 +7,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_blackmamba.ops.sinkhorn.inputs import Inputs
+
 # An iteration changes the ratio of two experts' factors by at most T * E. After this many, the factors move into the
 # exponents, long before they could overflow.
 ITERATIONS_PER_REBASE = 4
 SMALLEST_EXPONENT = -80.0  # nothing below can matter before the next rebase, and denormal numbers are slow
 
 
-def unavailable() -> str | None:
-    return None
-
-
-def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | None:
-    return None
-
-
-def choice(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    tokens_E: Tensor | None = None,
-    bias_E: Tensor | None = None,
-    bound: float = 0.0,
-) -> Tensor:
-    X_ET, column_E = _factors(logits_TE, iterations, temperature, start, group, bound)
-    if bias_E is not None and len(logits_TE):
-        bias_E += _bias(logits_TE, X_ET, column_E, temperature)
+def choice(inputs: Inputs, tokens_E: Tensor | None = None, bias_E: Tensor | None = None) -> Tensor:
+    X_ET, column_E = _factors(inputs)
+    if bias_E is not None and len(inputs.logits_TE):
+        bias_E += _bias(inputs, X_ET, column_E)
     K_ET = _kernel(X_ET)
     K_ET *= column_E[:, None]
     choice_T = K_ET.max(dim=0).indices  # argmax over a leading dimension is 4x slower on CPUs
@@ -42,32 +27,21 @@ def choice(
     return choice_T
 
 
-def bias(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    bound: float = 0.0,
-) -> Tensor:
+def bias(inputs: Inputs) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
-    if not len(logits_TE):
-        return logits_TE.new_zeros(logits_TE.shape[1])
-    return _bias(logits_TE, *_factors(logits_TE, iterations, temperature, start, group, bound), temperature)
+    if not len(inputs.logits_TE):
+        return inputs.logits_TE.new_zeros(inputs.logits_TE.shape[1])
+    return _bias(inputs, *_factors(inputs))
 
 
-def _bias(logits_TE: Tensor, X_ET: Tensor, column_E: Tensor, temperature: float) -> Tensor:
+def _bias(inputs: Inputs, X_ET: Tensor, column_E: Tensor) -> Tensor:
     """Return it by the first token: all tokens have the same."""
-    return (X_ET[:, 0] + column_E.log()) / temperature - logits_TE[0].to(X_ET.dtype)
+    return (X_ET[:, 0] + column_E.log()) / inputs.temperature - inputs.logits_TE[0].to(X_ET.dtype)
 
 
-def _factors(
-    logits_TE: Tensor, iterations: int, temperature: float, start: str, group: dist.ProcessGroup | None, bound: float
-) -> tuple[Tensor, Tensor]:
-    """Return X, and the experts' factors that the plan has beside exp(X).
-
-    bound: Iterations after the first change nothing once no expert has more than this multiple of the mean share.
-    """
+def _factors(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return X, and the experts' factors that the plan has beside exp(X)."""
+    logits_TE, iterations, temperature, start, group, bound = inputs
     X_ET = logits_TE.t().to(torch.promote_types(logits_TE.dtype, torch.float32)).contiguous() * temperature
     bounds = [0.0] * min(iterations, 1) + [bound] * (iterations - 1)  # one for each iteration
     if start == "uniform" and iterations > 0:

@@ -24,57 +24,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
+from megatron_blackmamba.ops.sinkhorn.inputs import Inputs
 from megatron_blackmamba.ops.triton_math import LOG2E
-from megatron_blackmamba.ops.triton_support import interpreted, unavailable
 
-__all__ = ["choice", "unavailable", "unsupported"]
-
+TAKES = Takes("cuda", UP_TO_FP32)
 ONE_PROGRAM = 1 << 18  # most logits for one program: twice 16,384 tokens * 8 experts
 TILE = 8192  # most numbers that a program reads at once
 BLOCK_T, PROGRAMS = 128, 128  # for several programs, if TILE allows
 LOWEST = tl.constexpr(-1e38)
 
 
-def unsupported(logits_TE: Tensor, group: dist.ProcessGroup | None) -> str | None:
-    if not logits_TE.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if logits_TE.dtype == torch.float64:
-        return "computes in float32, the input is float64"
+def unsupported(inputs: Inputs) -> str | None:
+    logits_TE = inputs.logits_TE
     if logits_TE.shape[0] == 0:
         return "there are no tokens"
     return None if logits_TE.shape[1] <= 256 else f"up to 256 experts, not {logits_TE.shape[1]}"
 
 
-def choice(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    tokens_E: Tensor | None = None,
-    bias_E: Tensor | None = None,
-    bound: float = 0.0,
-) -> Tensor:
-    with torch.cuda.device_of(logits_TE):
-        logits_TE = logits_TE.contiguous()
-        columns = _found(logits_TE, iterations, temperature, start == "balanced", group, bound)
+def choice(inputs: Inputs, tokens_E: Tensor | None = None, bias_E: Tensor | None = None) -> Tensor:
+    inputs = inputs._replace(logits_TE=inputs.logits_TE.contiguous())
+    with torch.cuda.device_of(inputs.logits_TE):
+        columns = _found(inputs)
         if bias_E is not None:
-            bias_E += _bias(columns, temperature)
-        return _choose_experts(logits_TE, columns, temperature, tokens_E)
+            bias_E += _bias(columns, inputs.temperature)
+        return _choose_experts(inputs.logits_TE, columns, inputs.temperature, tokens_E)
 
 
-def bias(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    start: str,
-    group: dist.ProcessGroup | None,
-    bound: float = 0.0,
-) -> Tensor:
+def bias(inputs: Inputs) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
-    with torch.cuda.device_of(logits_TE):
-        found = _found(logits_TE.contiguous(), iterations, temperature, start == "balanced", group, bound)
-        return _bias(found, temperature)
+    with torch.cuda.device_of(inputs.logits_TE):
+        found = _found(inputs._replace(logits_TE=inputs.logits_TE.contiguous()))
+        return _bias(found, inputs.temperature)
 
 
 def _bias(columns: "_Columns", temperature: float) -> Tensor:
@@ -92,16 +73,10 @@ def _choose_experts(logits_TE: Tensor, columns: "_Columns", temperature: float, 
     return choice_T
 
 
-def _found(
-    logits_TE: Tensor,
-    iterations: int,
-    temperature: float,
-    balanced: bool,
-    group: dist.ProcessGroup | None,
-    bound: float,
-) -> "_Columns":
+def _found(inputs: Inputs) -> "_Columns":
+    logits_TE, iterations, temperature, start, group, bound = inputs
     T, E = logits_TE.shape
-    passes = [False] * balanced + [True] * iterations  # whether rows are normalised first
+    passes = [False] * (start == "balanced") + [True] * iterations  # whether rows are normalised first
     if not passes:
         return _Columns.settled(torch.zeros(1, E, dtype=torch.float32, device=logits_TE.device))
     if group is None and T * E <= ONE_PROGRAM:

@@ -28,7 +28,7 @@
       tables.push(columns);
     }
     const axis = { stroke: css("--soft"), grid: { stroke: css("--rule"), width: 1 }, ticks: { show: false },
-      values: (u, values) => values.map(short), font: "12px system-ui", size: 34, gap: 4 };
+      values: (u, values) => values.map((v) => v == null ? "" : short(v)), font: "12px system-ui", size: 34, gap: 4 };
     const marks = (u) => {
       const ctx = u.ctx, { left, top, width, height } = u.bbox;
       ctx.save();
@@ -50,7 +50,7 @@
     const home = (u) => u.setScale("y", { min: given.y0, max: given.y1 });
     const chart = new uPlot({
       width: figure.clientWidth, height: 260, series, bands, cursor: { drag: { x: true, y: true, uni: 20 } },
-      scales: { x: { time: false } }, axes: [{ ...axis, size: 22, label: given.x_label, labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 52 }], legend: { live: true },
+      scales: { x: { time: false, distr: given.log ? 3 : 1 } }, axes: [{ ...axis, size: 22, label: given.x_label, labelSize: 16, labelGap: 0, labelFont: axis.font }, { ...axis, size: 52 }], legend: { live: true },
       hooks: { draw: [marks], ready: [home, last], setCursor: [last] },
     }, uPlot.join(tables), figure);
     chart.over.addEventListener("dblclick", () => home(chart));

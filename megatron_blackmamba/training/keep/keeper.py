@@ -47,7 +47,7 @@ class Keeper:
             alive: For a watchdog.
             mixture: The data that a branch composed, for its folder.
         """
-        self.folder = folder = RunFolder(Path(config.folder) / config.name)
+        self.folder = folder = RunFolder.of(config)
         self._config, self._world, self._model = config, world, trainable.model
         self._run_state, self._report, self._alive = state, report, alive
         self._mixture = mixture

@@ -129,7 +129,7 @@ class Wandb(Logger):
         if importlib.util.find_spec("wandb") is None:
             raise LoggingError(
                 f"logging.wandb={config.logging.wandb}, but wandb is not installed:"
-                " pip install 'megatron-blackmamba[wandb]', or logging.wandb=off"
+                " pip install -e '.[wandb]', or logging.wandb=off"
             )
         self._config, self._folder = config, run.root
 

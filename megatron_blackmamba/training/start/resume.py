@@ -1,12 +1,13 @@
-"""The rules for config changes on resume. FIXED keys may not change, BY_NAME keys only if allowed, and all others may.
+"""Config changes on resume: each key's rule (settings/rules.py) allows a change, refuses it or asks for its name.
 
-The others decide how numbers are computed, watched and saved, not which numbers. data.mixture is a path: its content is
-compared on its own. start.from is read only when a run starts. A router may balance other tokens in another micro-batch
-or layout, which the log then says. tests/training/test_resume.py has the rule for each key.
+Keys that may change freely decide how numbers are computed, watched and saved, not which numbers. data.mixture is a
+path: its content is compared on its own. start.from is read only when a run starts. A router may balance other tokens
+in another micro-batch or layout, which the log then says.
 """
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,15 @@ from megatron_blackmamba import layers, routers
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import ModelConfig, RunConfig
 from megatron_blackmamba.config.checks import problem_of_model
+from megatron_blackmamba.config.load import section_of
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange.canonical import shapes
 from megatron_blackmamba.interchange.hf import function_of
+from megatron_blackmamba.settings import Section
+from megatron_blackmamba.settings.rules import SAME, Rule
 
-FIXED = (
-    *("model.", "data.kind", "data.sequence_length", "data.seed", "data.synthetic."),
-    "data.mask_first_token",
-    *("training.precision", "training.seed", "optimizer.distributed", "optimizer.kind"),
-)
-"""Another model, other data or other optimizer state: the checkpoint does not fit."""
-LOSS_WEIGHTS = ("model.z_loss", "model.router.z_loss", "model.mtp.loss")
-"""Keys of the model that change its training alone."""
-WHOLE = ("optimizer.groups.",)
+WHOLE = "optimizer.groups."
 """Fixed too with optimizer.distributed=false: megatron-core's plain optimizer saves its groups as a list."""
-BY_NAME = ("optimizer.", "training.tokens", "training.global_batch", "training.batch_ramp", *LOSS_WEIGHTS)
-"""May change from here on, if resume.allow names them."""
 
 
 class ResumeError(ValueError):
@@ -44,15 +38,17 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     Returns one line for each change that was allowed by name, or that changes the routing.
     """
     changes = list(differences(saved, config.model_dump(mode="json", by_alias=True)))
-    never = FIXED + (() if config.optimizer.distributed else WHOLE)
-    fixed = [change for change in changes if under(change[0], never) and not under(change[0], LOSS_WEIGHTS)]
+    whole = not config.optimizer.distributed
+    fixed = [
+        change for change in changes if rule_of(change[0]).resume == "fixed" or (whole and change[0].startswith(WHOLE))
+    ]
     if fixed:
         raise ResumeError(
             f"the checkpoint of step {step} was made with\n{_listed(fixed)}\n"
             "resume.allow cannot permit this. Restore the old value, or start another run (name=...); with"
             " start.from=CHECKPOINT it starts from these weights if their shapes fit."
         )
-    named = [change for change in changes if under(change[0], BY_NAME)]
+    named = [change for change in changes if rule_of(change[0]).resume == "by name"]
     refused = [change for change in named if not under(change[0], _prefixes(config.resume.allow))]
     if refused:
         keys = ", ".join(change[0] for change in refused)
@@ -97,7 +93,7 @@ def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
     resumes: Whether a run with a checkpoint continues there, and so does not read start.from.
     """
     source = config.start.from_
-    if source is None or (resumes and RunFolder(Path(config.folder) / config.name).latest.is_file()):
+    if source is None or (resumes and RunFolder.of(config).latest.is_file()):
         return
     folder = find_checkpoint(source)
     saved = saved_config(folder, read_state(folder)).model
@@ -176,6 +172,24 @@ def refuse_tokenizer(saved: Mapping[str, Any], current: Mapping[str, Any], step:
             f"the checkpoint of step {step} was made with data of the tokenizer {_named(before)}, and this data is of"
             f" {_named(now)}: a model cannot change its tokenizer. Name data of the first one in data.mixture."
         )
+
+
+@cache
+def rules(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Rule | None]:
+    """Return the rule of every key of a run."""
+    found: dict[str, Rule | None] = {}
+    for name, field in section.model_fields.items():
+        key, inner = f"{prefix}{field.alias or name}", section_of(field.annotation)
+        if inner is not None:
+            found |= rules(inner, f"{key}.")
+        else:
+            found[key] = next((each for each in field.metadata if isinstance(each, Rule)), section.rule)
+    return found
+
+
+def rule_of(key: str) -> Rule:
+    """Return the rule of a key; one that no run has decides nothing."""
+    return rules().get(key) or SAME
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig, groups
 from megatron_blackmamba.engine import changes
-from megatron_blackmamba.engine.checked import replace
+from megatron_blackmamba.engine.parts import schedule
 from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
 from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.engine.parts.muon import know_matrices
@@ -15,7 +17,6 @@ from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.runtime.world import World
 
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -57,7 +58,9 @@ def make_trainable(
     reduced = Accumulation(model.config, how, model)
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)
-    with changes.during(changes.BUILDING, kind, settings, skip=skip):
+    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd alive,
+    # which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
+    with torch.no_grad(), changes.during(changes.BUILDING, kind, settings, skip=skip):
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 lr=settings.learning_rate,
@@ -77,12 +80,7 @@ def make_trainable(
     built = Built(optimizer, reduced, model, kind, settings)
     changes.apply(changes.OPTIMIZER, built, skip=skip)
     know_matrices(built, world.groups)
-    replace(model.config, "finalize_model_grads_func", finalize_model_grads)
-    replace(model.config, "grad_scale_func", optimizer.scale_loss)
-    if how.overlap_grad_reduce:
-        replace(model.config, "no_sync_func", reduced.no_sync)
-        if how.overlap_param_gather:
-            replace(model.config, "param_sync_func", reduced.start_param_sync)
+    schedule.connect(model.config, optimizer, reduced)
     decay = config.training.ema
     return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None)
 

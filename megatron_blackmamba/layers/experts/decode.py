@@ -1,0 +1,172 @@
+"""The mixture of experts for a few tokens.
+
+Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K token-expert pairs, D model, E experts.
+F hidden size of an expert, G = 2F gate and up; without a gate, G = F.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_blackmamba import routers
+from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
+from megatron_blackmamba.layers.experts.kind import expert_weight, is_papers, is_simple, sizes, use_of
+from megatron_blackmamba.layers.mlp import kind as mlp
+from megatron_blackmamba.ops.decoding import Step, experts_step
+from megatron_blackmamba.ops.experts import grouped_experts
+from megatron_blackmamba.settings import ModelConfig
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """The weights of one layer; the router is fp32, and empty if it learns nothing."""
+
+    router_ED: Tensor
+    router_bias_E: Tensor
+    fc1_EGD: Tensor
+    fc2_EDF: Tensor
+
+
+@dataclass(frozen=True)
+class RoutedLayer(ExpertsLayer):
+    """The weights of a layer with another router than the paper's, or with a shared expert; empty if unused."""
+
+    expert_bias_E: Tensor
+    shared_fc1_GD: Tensor
+    shared_fc2_DF: Tensor
+
+
+class ExpertsDecoding(Decoding):
+    """No memory: each token finds its experts by itself, as its router kind says."""
+
+    routes = True
+
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
+        _, E, F = sizes(model)
+        fc1_EGD, fc2_EDF = (
+            torch.empty(E, *weight.shape, dtype=dtype, device=device) for weight in mlp.weights(model, F).values()
+        )
+        for e in range(E):
+            fc1_EGD[e] = get(expert_weight(e, 1), dtype)
+            fc2_EDF[e] = get(expert_weight(e, 2), dtype)
+        none, learned = torch.empty(0, dtype=dtype, device=device), routers.kind_of(model.router.kind).learned
+        weights = {"router_ED": get("router.weight") if learned else none, "router_bias_E": none}
+        if learned:
+            weights["router_bias_E"] = get("router.bias") if model.router.bias else torch.zeros(E, device=device)
+        weights |= {"fc1_EGD": fc1_EGD, "fc2_EDF": fc2_EDF}
+        if is_papers(model):
+            return ExpertsLayer(**weights)
+        shared = bool(model.shared_expert_hidden_size)
+        return RoutedLayer(
+            **weights,
+            expert_bias_E=get("router.expert_bias") if use_of(model).biased else none,
+            shared_fc1_GD=get("shared_experts.linear_fc1.weight", dtype) if shared else none,
+            shared_fc2_DF=get("shared_experts.linear_fc2.weight", dtype) if shared else none,
+        )
+
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+        return []
+
+    def choice(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
+        return self.route(layer, x_TD, inputs, model).chosen
+
+    def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
+        """Return the weights and the experts of each token, `[T, K]`."""
+        kind = routers.kind_of(model.router.kind)
+        if kind.learned:
+            logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
+        else:
+            logits_TE = x_TD.new_zeros(len(x_TD), model.experts)
+        bias_E = layer.expert_bias_E if isinstance(layer, RoutedLayer) else None
+        choice_TK = self.choose(kind, logits_TE, routers.Tokens(model, inputs.ids.flatten(), bias_E))
+        return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
+
+    def choose(self, kind: routers.RouterKind, logits_TE: Tensor, at: routers.Tokens) -> Tensor:
+        """Return the experts that each token finds by itself, `[T, K]`."""
+        return routers.largest(kind.selecting(logits_TE, at), at.model.top_k)
+
+    def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
+        use = use_of(model)
+        if not is_simple(model) or use.scores != "sigmoid" or use.normalized or use.scale != 1:
+            return None
+        bias_E = layer.expert_bias_E if use.biased and isinstance(layer, RoutedLayer) else None
+        weights = {name: getattr(layer, name) for name in ExpertsLayer.__dataclass_fields__}
+        return experts_step(
+            norm_D=norm_D, **weights, activation=model.activation, eps=model.norm_eps,
+            choice_bias_E=bias_E, bias_on_scores=use.biased and not use.bias_on_logits,
+        )  # fmt: skip
+
+    def bytes_a_token(self, layer: ExpertsLayer, model: ModelConfig) -> int:
+        experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes
+        return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
+
+    def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+        routed = self.route(layer, x_BD, inputs, run.config)
+        choice_P, x_PD = routed.chosen.flatten(), x_BD.repeat_interleave(run.config.top_k, dim=0)
+        y_PD = (
+            chosen(run, layer, x_PD, choice_P.tolist())
+            if x_BD.device.type == "cpu"
+            else gathered(run, layer, x_PD, choice_P)
+        )
+        y_BD = _weighed(y_PD, routed.weights)
+        if not run.config.shared_expert_hidden_size:
+            return y_BD
+        assert isinstance(layer, RoutedLayer)
+        return y_BD + run.times(run.activated(run.times(x_BD, layer.shared_fc1_GD)), layer.shared_fc2_DF)
+
+    def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+        x_TD = x_BLD.flatten(0, 1)
+        routed = self.route(layer, x_TD.float(), inputs, run.config)
+        y_TD = _weighed(_grouped(run, layer, x_TD, routed.chosen), routed.weights)
+        if run.config.shared_expert_hidden_size:
+            assert isinstance(layer, RoutedLayer)
+            hidden = run.activated(F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD))
+            y_TD = y_TD + F.linear(hidden, layer.shared_fc2_DF).float()
+        return y_TD.view_as(x_BLD)
+
+
+def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return the weighted sums of each token's outputs, which follow one another in y_PD."""
+    return (y_PD.unflatten(0, weights_TK.shape) * weights_TK[..., None]).sum(dim=1)
+
+
+def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -> Tensor:
+    """Compute the same as `chosen` without reading the choice on the host: a captured step must not wait."""
+    E = len(layer.fc1_EGD)
+    x = x_BD.to(layer.fc1_EGD.dtype)
+    if len(x) < E:  # copy each row's expert
+        x_B1D, fc1, fc2 = x[:, None], layer.fc1_EGD[choice_B], layer.fc2_EDF[choice_B]
+    else:  # all experts for all rows read less than that
+        x_B1D, fc1, fc2 = x.expand(E, *x.shape), layer.fc1_EGD, layer.fc2_EDF
+    y = torch.bmm(run.activated(torch.bmm(x_B1D, fc1.mT).float()).to(x.dtype), fc2.mT).float()
+    return y[:, 0] if len(x) < E else y[choice_B, torch.arange(len(x), device=x.device)]
+
+
+def chosen(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: list[int]) -> Tensor:
+    """Return the output of each row's expert; no other expert's weights are read."""
+    experts = sorted(set(choice_B))
+    if len(experts) == 1:
+        return _expert(run, layer, x_BD, experts[0])
+    y_BD = x_BD.new_empty(x_BD.shape)
+    for expert in experts:
+        rows = [row for row, choice in enumerate(choice_B) if choice == expert]
+        y_BD[rows] = _expert(run, layer, x_BD[rows], expert)
+    return y_BD
+
+
+def _expert(run: Runner, layer: ExpertsLayer, x_BD: Tensor, expert: int) -> Tensor:
+    return run.times(run.activated(run.times(x_BD, layer.fc1_EGD[expert])), layer.fc2_EDF[expert])
+
+
+def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, choice_TK: Tensor) -> Tensor:
+    """Return the output of each of a token's experts, `[T * K, D]`."""
+    choice_P, K = choice_TK.flatten(), choice_TK.shape[1]
+    order_P = choice_P.argsort()
+    tokens_E = (choice_P[:, None] == torch.arange(len(layer.fc1_EGD), device=choice_P.device)).sum(dim=0)
+    x_PD = x_TD[order_P // K].to(layer.fc1_EGD.dtype)
+    activation, gate = run.config.activation, run.config.gated
+    y_PD = grouped_experts(x_PD, tokens_E, layer.fc1_EGD, layer.fc2_EDF, activation=activation, gate=gate)
+    return torch.empty_like(y_PD, dtype=torch.float32).index_copy_(0, order_P, y_PD.float())

@@ -1,0 +1,32 @@
+"""What Mamba, Mamba-2 and Mamba-3 have in common."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.settings import ModelConfig
+
+
+NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
+"""With model.mamba_norms: behind x_proj, with Jamba's names. Mamba-2 has the last two, in front of its scan."""
+
+
+def initial_dt_bias(shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor:
+    """Return the bias whose softplus is log-uniform between model.init.dt_min and dt_max."""
+    import torch
+
+    low, high = math.log(model.init.dt_min), math.log(model.init.dt_max)
+    dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=model.init.dt_floor)
+    return dt + torch.log(-torch.expm1(-dt))
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm over as many channels as the last axis of the weight has, in x's dtype."""
+    import torch.nn.functional as F
+
+    return (F.rms_norm(x.float(), weight.shape[-1:], None, eps) * weight).to(x.dtype)

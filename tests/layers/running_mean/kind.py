@@ -1,0 +1,34 @@
+"""The mean of all tokens so far, between two projections, times a gain for each channel."""
+
+from fractions import Fraction
+
+from megatron_blackmamba.layers import Cannot, Division, LayerKind, by_columns, by_rows
+
+
+class RunningMean(LayerKind):
+    letter, name = "A", "running mean"
+    mixer = f"{__package__}.mixer:MeanMixer"
+    cost = f"{__package__}.cost:MeanCost"
+    decode = f"{__package__}.decode:MeanDecoding"
+    writes_to_residual = ("out_proj.weight",)
+
+    def divisions(self, model):
+        return [Division("model.hidden_size", model.hidden_size, "tensor")]
+
+    def parts(self, model):
+        return {"mean": Fraction(1)}
+
+    def part_of(self, parameter):
+        return "mean"
+
+    def weights(self, model):
+        D = model.hidden_size
+        return {"in_proj.weight": by_rows(D, x=D), "gain": by_rows(x=D), "out_proj.weight": by_columns(D, out=D)}
+
+    def initial(self, name, shape, model, random):
+        import torch
+
+        return torch.ones(shape) if name == "gain" else None
+
+    def exported(self, model):
+        return Cannot("running mean layers (A) have no class in the modeling files")
