@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_blackmamba.engine.adam import Adam
 from megatron_blackmamba.layers import Stack, Weight
-from megatron_blackmamba.ops import rounding
+from megatron_blackmamba.ops.adam import rounding
 from megatron_blackmamba.ops.orthogonal import flops, orthogonal
 
 SCALE = 0.2
