@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from megatron_blackmamba.layers.decoding import Inputs
     from megatron_blackmamba.settings import ModelConfig
 
 
@@ -30,3 +31,18 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     import torch.nn.functional as F
 
     return (F.rms_norm(x.float(), weight.shape[-1:], None, eps) * weight).to(x.dtype)
+
+
+def convolved(x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor, window_BWI: Tensor, inputs: Inputs) -> Tensor:
+    """Convolve tokens after those in the window, which moves on."""
+    from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+
+    keep_BL1 = inputs.keep_BL1
+    if keep_BL1 is not None:
+        x_BLI = x_BLI * keep_BL1
+    y_BLI, last_window_BWI = causal_conv1d(
+        x_BLI, weight_IK, bias_I, initial_window=window_BWI, reset_BL=inputs.reset_BL, return_final_window=True
+    )
+    window_BWI.copy_(last_window_BWI)
+    # The convolution's bias alone must not feed the state at padding.
+    return y_BLI if keep_BL1 is None else y_BLI * keep_BL1

@@ -1,4 +1,4 @@
-"""Norms over the residual stream (fp32 or float64), which return the type that the layer behind them computes in.
+"""Norms over the residual stream (fp32, or float64), which return what the layer behind computes in, and in mixers.
 
 megatron-core's WrappedTorchNorm refuses sequence parallelism, where all it takes is a mark on the parameters.
 """

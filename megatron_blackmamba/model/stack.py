@@ -45,7 +45,7 @@ class Block(MegatronModule):
         self.recompute = recompute
         self.multiplier = config.described.multipliers.residual
         self.norm: Any = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
-        self.mixer = kind.named("mixer")(config, layer_number, pg_collection)
+        self.mixer: Any = kind.named("mixer")(config, layer_number, pg_collection)
 
     def forward(
         self,

@@ -23,8 +23,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def log2(x):
         return tl.log2(x)
 
+    @triton.jit
+    def narrowed(x, dtype: tl.constexpr):
+        if dtype == tl.bfloat16:  # the interpreter cuts digits off
+            bits = x.to(tl.int32, bitcast=True)
+            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return x.to(dtype)
+
 else:
     log2 = libdevice.fast_log2f  # one instruction where tl.log2 takes fifteen; the interpreter does not know it
+
+    @triton.jit
+    def narrowed(x, dtype: tl.constexpr):
+        """Round to a number format."""
+        return x.to(dtype)
 
 
 @triton.jit

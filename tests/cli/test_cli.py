@@ -102,6 +102,22 @@ def test_wrong_options_and_commands_are_explained(words, said, monkeypatch, caps
     assert [*suggested, *(line.rpartition(" ")[2].rstrip(".") for line in found)] == ([said] if said else [])
 
 
+def run_without(module, *words):
+    start = f"import sys; sys.modules['{module}'] = None; from megatron_blackmamba.__main__ import main; main()"
+    return subprocess.run([sys.executable, "-c", start, *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_chat_names_what_to_install():
+    done = run_without("starlette", "chat", "nowhere")
+    told = "blackmamba: starlette or uvicorn is missing: pip install 'megatron-blackmamba[chat]'\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_commands_work_without_the_serving_package():
+    done = run_without("megatron_blackmamba.serving", "--help")
+    assert done.returncode == 0 and "generate" in done.stdout and "chat" not in done.stdout, done.stderr
+
+
 def commands(group, words=()):
     yield words
     for name, command in getattr(group, "commands", {}).items():

@@ -1,4 +1,4 @@
-"""The promise of docs/extending.md: each worked example is one file that the rest of the package does not mention."""
+"""The promise of docs/extending.md: each worked example is a file or folder that the package does not mention."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 CODE = [path for folder in ("megatron_blackmamba", "data_tools") for path in (ROOT / folder).rglob("*.py")]
 EXAMPLES = {  # the example's file, and a pattern for its names
-    "layer kind": ("tests/layers/running_mean.py", r"running.?mean"),
+    "layer kind": ("tests/layers/running_mean/kind.py", r"running.?mean"),
     "router": ("tests/routers/unbalanced.py", r"\bunbalanced\b"),
     "last norm": ("tests/model/shifted_norm.py", r"\bshifted.?norm\b"),
     "optimizer": ("tests/optimizers/lion.py", r"\blion\b"),
@@ -28,7 +28,8 @@ def test_every_worked_example_has_its_section():
 
 def test_page_counts_the_files_of_each_example():
     rows = dict(re.findall(r"^\| (?:an? )?([a-z ]+) \| `.*?` \| (\d) \|", PAGE, re.MULTILINE))
-    assert rows == dict.fromkeys(EXAMPLES, "1")
+    files = len(list((ROOT / EXAMPLES["layer kind"][0]).parent.glob("[!_]*.py")))
+    assert rows == dict.fromkeys(EXAMPLES, "1") | {"layer kind": str(files)}
 
 
 @pytest.mark.parametrize("what", EXAMPLES)
@@ -50,19 +51,19 @@ def test_example_is_light_and_stands_alone(what):
     assert "tests." not in (ROOT / file).read_text()
 
 
-@pytest.mark.parametrize("what", ["router", "optimizer"])
+@pytest.mark.parametrize("what", ["layer kind", "router", "optimizer"])
 def test_example_may_move_into_the_package(what):
     file, _ = EXAMPLES[what]
     assert "megatron.core" not in (ROOT / file).read_text()
-    assert packages_imported(ROOT / file) <= {f"{what}s"}
+    assert packages_imported(ROOT / file) <= {f"{what.removesuffix(' kind')}s"}
 
 
-def test_page_says_where_shipped_blocks_are():
-    """The kinds may not import model or megatron-core, so the example's block cannot stand in a file of kinds."""
-    assert "model" in packages_imported(ROOT / EXAMPLES["layer kind"][0])
-    where = {kind.block.partition(":")[0] for kind in all_kinds() if "tests." not in kind.block}
-    assert where == {"megatron_blackmamba.model.specs"}
-    assert re.search(r'`"megatron_blackmamba.model.specs:\w+"`', PAGE)
+def test_page_names_the_files_of_a_layer():
+    listed = set(re.findall(r"^\| `(\w+\.py)` \|", PAGE, re.MULTILINE))
+    for kind in all_kinds():
+        if (folder := ROOT / type(kind).__module__.replace(".", "/")).parent.parent.name == "layers":
+            assert {"kind.py", "mixer.py", "cost.py", "decode.py"} <= {path.name for path in folder.parent.glob("*.py")}
+    assert listed == {path.name for path in (ROOT / EXAMPLES["layer kind"][0]).parent.glob("[!_]*.py")}
 
 
 def test_page_names_every_modeling_file_to_edit():

@@ -1,7 +1,8 @@
 """The mixer of `fused`: a mean and its gate, from one matrix."""
 
 from megatron_blackmamba.model.linears import column
-from tests.layers.running_mean.mixer import MeanMixer, mean
+from tests.layers.running_mean.arithmetic import mean
+from tests.layers.running_mean.mixer import MeanMixer
 
 
 class GatedMixer(MeanMixer):

@@ -93,7 +93,7 @@ def letters_in(source: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def found():
-    """(file, constant) -> lines, for the package without `layers/` and the modeling files that every export contains."""
+    """(file, constant) -> lines, for the package without `layers/` and the modeling files of exports."""
     places: dict[tuple[str, str], list[int]] = {}
     for folder in (PACKAGE, PACKAGE / "data_tools"):
         for path in folder.rglob("*.py"):

@@ -18,8 +18,8 @@ from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, Task
 from megatron_blackmamba.formats.events import Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError
-from megatron_blackmamba.report.compare import compare, render, tables
-from megatron_blackmamba.report.comparison import bootstrap, common_end, paired, read_all
+from megatron_blackmamba.report.comparison_figures import bootstrap, common_end, paired, read_all
+from megatron_blackmamba.report.comparison_page import compare, render, tables
 from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import Overview, overviews, show
 from megatron_blackmamba.report.page import render as render_run

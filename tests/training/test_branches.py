@@ -22,7 +22,7 @@ from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched, Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan.estimate import make_plan, storage_of
-from megatron_blackmamba.report.comparison import read_all, trunks
+from megatron_blackmamba.report.comparison_figures import read_all, trunks
 from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import overviews
 from megatron_blackmamba.report.page import loss as drawn_loss

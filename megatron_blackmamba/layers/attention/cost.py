@@ -29,7 +29,7 @@ class AttentionCost(Cost):
         what attends is not these themselves.
         """
         model, heads = at.model, at.model.attention.heads
-        D, KV, rotates = query_rows(model) // at.tensor, key_value_rows(model) // at.tensor, self.rotates(model)
+        D, KV, rotates = query_rows(model) // at.tensor, key_value_rows(model) // at.tensor, model.attention.rotary
         kept = at.width * (3 if rotates else 2) * (D + KV) + FP32 * heads // at.tensor
         if at.context > 1:
             projections = 0 if rotates or model.attention.qk_norm else 2 * KV

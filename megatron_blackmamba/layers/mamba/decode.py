@@ -3,16 +3,19 @@
 Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolution width, W = K - 1 window.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
+from megatron_blackmamba.layers.mamba.arithmetic import of_scan
 from megatron_blackmamba.layers.mamba.kind import sizes, x_proj
-from megatron_blackmamba.layers.recurrent import NORMS, normed
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_blackmamba.layers.recurrent import NORMS, convolved, normed
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
 from megatron_blackmamba.ops.decoding import Step, mamba_step
 from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.ops.selective_scan import selective_scan, selective_scan_step
@@ -79,40 +82,20 @@ class MambaDecoding(Decoding):
         window_BWI, state_BIN = memory
         x_BI, z_BI = run.times(x_BD, layer.in_proj).chunk(2, dim=-1)
         x_BI = causal_conv1d_step(window_BWI, x_BI, layer.conv_weight_IK, layer.conv_bias_I)
-        dt_BR, B_BN, C_BN = _dt_B_C(run.times(x_BI, layer.x_proj), layer, run.config)
+        delta_BI, B_BN, C_BN = _of_scan(x_BI, layer, run.config, run.times)
         y_BI = selective_scan_step(
-            state_BIN,
-            x_BI,
-            run.times(dt_BR, layer.dt_proj_IR),
-            layer.A_IN,
-            B_BN,
-            C_BN,
-            layer.D_I,
-            z_BI,
-            layer.dt_bias_I,
-        )
+            state_BIN, x_BI, delta_BI, layer.A_IN, B_BN, C_BN, layer.D_I, z_BI, layer.dt_bias_I
+        )  # fmt: skip
         return run.times(y_BI, layer.out_proj)
 
     def read(self, run: Runner, layer: MambaLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWI, state_BIN = memory
         x_BLI, z_BLI = product(x_BLD, layer.in_proj).chunk(2, dim=-1)
-        if keep_BL1 is not None:
-            x_BLI = x_BLI * keep_BL1
-        x_BLI, last_window_BWI = causal_conv1d(
-            x_BLI,
-            layer.conv_weight_IK,
-            layer.conv_bias_I,
-            initial_window=window_BWI,
-            reset_BL=reset_BL,
-            return_final_window=True,
-        )
-        if keep_BL1 is not None:
-            x_BLI = x_BLI * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        dt_BLR, B_BLN, C_BLN = _dt_B_C(product(x_BLI, layer.x_proj), layer, run.config)
+        x_BLI = convolved(x_BLI, layer.conv_weight_IK, layer.conv_bias_I, window_BWI, inputs)
+        delta_BLI, B_BLN, C_BLN = _of_scan(x_BLI, layer, run.config, product)
         y_BLI, last_state_BIN = selective_scan(
             x_BLI,
-            product(dt_BLR, layer.dt_proj_IR),
+            delta_BLI,
             layer.A_IN,
             B_BLN,
             C_BLN,
@@ -120,17 +103,23 @@ class MambaDecoding(Decoding):
             z_BLI=z_BLI,
             delta_bias_I=layer.dt_bias_I,
             initial_state_BIN=state_BIN,
-            reset_BL=reset_BL,
+            reset_BL=inputs.reset_BL,
             return_final_state=True,
         )
-        window_BWI.copy_(last_window_BWI)
         state_BIN.copy_(last_state_BIN)
         return product(y_BLI, layer.out_proj)
 
 
-def _dt_B_C(x: Tensor, layer: MambaLayer, model: ModelConfig) -> tuple[Tensor, ...]:
-    dt, B, C = x_proj(model).split(x)
-    if not isinstance(layer, NormedMambaLayer):
-        return dt, B, C
-    weights = (layer.dt_norm_R, layer.B_norm_N, layer.C_norm_N)
-    return tuple(normed(part, weight, model.norm_eps) for part, weight in zip((dt, B, C), weights, strict=True))
+def _of_scan(
+    x: Tensor, layer: MambaLayer, model: ModelConfig, times: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    norms: list[Tensor] = []
+    if isinstance(layer, NormedMambaLayer):
+        norms = [layer.dt_norm_R, layer.B_norm_N, layer.C_norm_N]
+    return of_scan(
+        x,
+        x_proj(model),
+        lambda x: times(x, layer.x_proj),
+        [partial(normed, weight=weight, eps=model.norm_eps) for weight in norms],
+        lambda dt: times(dt, layer.dt_proj_IR),
+    )

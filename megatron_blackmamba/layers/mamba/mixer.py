@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.engine.parts.layers import leave_whole
+from megatron_blackmamba.layers.mamba.arithmetic import of_scan
 from megatron_blackmamba.layers.mamba.kind import x_proj
 from megatron_blackmamba.layers.recurrent import NORMS
 from megatron_blackmamba.model.channels import Channels
@@ -93,18 +94,18 @@ class MambaMixer(MegatronModule):
         self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        reset_BS = inputs.reset_BS
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         xz_SBI, _ = self.in_proj(hidden_SBD)
-        halves = self.conv1d(xz_SBI.transpose(0, 1), reset_BS, self.context)
+        halves = self.conv1d(xz_SBI.transpose(0, 1), inputs.reset_BS, self.context)
 
-        dtBC_SB, _ = self.x_proj(halves.x_BLI.transpose(0, 1))
-        if self.norms:
-            parts = zip(self.norms, self.shared.split(dtBC_SB), strict=True)
-            dtBC_SB = torch.cat([getattr(self, name)(part) for name, part in parts], dim=-1)
-        dtBC_SB = copy_to_tensor_model_parallel_region(dtBC_SB, group=self.tp_group)
-        dt_SBR, B_SBN, C_SBN = self.shared.split(dtBC_SB)
-        delta_SBI, delta_bias_I = self.dt_proj(dt_SBR)
+        (delta_SBI, delta_bias_I), B_SBN, C_SBN = of_scan(
+            halves.x_BLI.transpose(0, 1),
+            self.shared,
+            lambda x_SBI: self.x_proj(x_SBI)[0],
+            [getattr(self, name) for name in self.norms],
+            self.dt_proj,
+            shared=partial(copy_to_tensor_model_parallel_region, group=self.tp_group),
+        )
 
         scan: Any = selective_scan
         if halves.gradient is not None:
@@ -120,7 +121,7 @@ class MambaMixer(MegatronModule):
             self.D,
             z_BLI=halves.z_BLI,
             delta_bias_I=delta_bias_I,
-            reset_BL=reset_BS,
+            reset_BL=inputs.reset_BS,
             keep_states=self.keep_states,
             backend=self.backend,
         )

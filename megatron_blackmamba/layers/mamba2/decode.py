@@ -4,17 +4,18 @@ Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G gr
 K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, X = I + Q + H rows of in_proj.
 """
 
-import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
+from megatron_blackmamba.layers.mamba2.arithmetic import Map, mixed
 from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
-from megatron_blackmamba.layers.recurrent import NORMS, normed
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
+from megatron_blackmamba.layers.recurrent import NORMS, convolved, normed
+from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
 from megatron_blackmamba.ops.decoding import Step, mamba2_step
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.matvec import product
@@ -78,63 +79,55 @@ class Mamba2Decoding(Decoding):
 
     def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         window_BWQ, state_BHPN = memory
-        z_BI, xBC_BQ, dt_BH = in_proj(run.config).split(run.times(x_BD, layer.in_proj), "z", "x B C", "dt")
-        dt_BH = bounded(dt_BH, layer.dt_bias_H, run.config.mamba2.time_step_min)
-        xBC_BQ = causal_conv1d_step(window_BWQ, xBC_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
-        x_BHP, B_BGN, C_BGN = _x_B_C(xBC_BQ, layer, run.config)
-        y_BHP = ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
-        return run.times(_normed(y_BHP, z_BI, layer, run.config), layer.out_proj)
+
+        def convolve(x_BQ: Tensor) -> Tensor:
+            return causal_conv1d_step(window_BWQ, x_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
+
+        def scan(x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor) -> Tensor:
+            return ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
+
+        return run.times(_mixed(run.times(x_BD, layer.in_proj), layer, run.config, convolve, scan), layer.out_proj)
 
     def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        keep_BL1, reset_BL = inputs.keep_BL1, inputs.reset_BL
         window_BWQ, state_BHPN = memory
-        z_BLI, xBC_BLQ, dt_BLH = in_proj(run.config).split(product(x_BLD, layer.in_proj), "z", "x B C", "dt")
-        dt_BLH = bounded(dt_BLH, layer.dt_bias_H, run.config.mamba2.time_step_min)
-        if keep_BL1 is not None:
-            xBC_BLQ = xBC_BLQ * keep_BL1
-        xBC_BLQ, last_window_BWQ = causal_conv1d(
-            xBC_BLQ,
-            layer.conv_weight_QK,
-            layer.conv_bias_Q,
-            initial_window=window_BWQ,
-            reset_BL=reset_BL,
-            return_final_window=True,
-        )
-        if keep_BL1 is not None:
-            xBC_BLQ = xBC_BLQ * keep_BL1  # the convolution's bias alone must not feed the state at padding
-        x_BLHP, B_BLGN, C_BLGN = _x_B_C(xBC_BLQ, layer, run.config)
-        y_BLHP, last_state_BHPN = ssd(
-            x_BLHP,
-            dt_BLH,
-            layer.A_H,
-            B_BLGN,
-            C_BLGN,
-            layer.D_H,
-            dt_bias_H=layer.dt_bias_H,
-            initial_state_BHPN=state_BHPN,
-            reset_BL=reset_BL,
-            return_final_state=True,
-        )
-        window_BWQ.copy_(last_window_BWQ)
-        state_BHPN.copy_(last_state_BHPN)
-        return product(_normed(y_BLHP, z_BLI, layer, run.config), layer.out_proj)
+
+        def convolve(x_BLQ: Tensor) -> Tensor:
+            return convolved(x_BLQ, layer.conv_weight_QK, layer.conv_bias_Q, window_BWQ, inputs)
+
+        def scan(x_BLHP: Tensor, dt_BLH: Tensor, B_BLGN: Tensor, C_BLGN: Tensor) -> Tensor:
+            y_BLHP, last_state_BHPN = ssd(
+                x_BLHP,
+                dt_BLH,
+                layer.A_H,
+                B_BLGN,
+                C_BLGN,
+                layer.D_H,
+                dt_bias_H=layer.dt_bias_H,
+                initial_state_BHPN=state_BHPN,
+                reset_BL=inputs.reset_BL,
+                return_final_state=True,
+            )
+            state_BHPN.copy_(last_state_BHPN)
+            return y_BLHP
+
+        return product(_mixed(product(x_BLD, layer.in_proj), layer, run.config, convolve, scan), layer.out_proj)
 
 
-def _x_B_C(xBC: Tensor, layer: Mamba2Layer, model: ModelConfig) -> tuple[Tensor, ...]:
-    x, B, C = in_proj(model).split(xBC, "x", "B", "C")
-    groups = (model.mamba2.groups, -1)
-    B, C = B.unflatten(-1, groups), C.unflatten(-1, groups)
+def _mixed(projected: Tensor, layer: Mamba2Layer, model: ModelConfig, convolve: Map, scan: Any) -> Tensor:
+    norms: list[Tensor] = []
     if isinstance(layer, NormedMamba2Layer):
-        B, C = normed(B, layer.B_norm_GN, model.norm_eps), normed(C, layer.C_norm_GN, model.norm_eps)
-    return x.unflatten(-1, (-1, model.mamba2.head_dim)), B, C
+        norms = [layer.B_norm_GN, layer.C_norm_GN]
+    return mixed(
+        projected,
+        in_proj(model),
+        model,
+        layer.dt_bias_H,
+        convolve,
+        [partial(_normed, weight_GN=weight_GN, eps=model.norm_eps) for weight_GN in norms],
+        scan,
+        lambda y, z: gated_rms_norm(y, z, layer.norm_I, model.mamba2.groups, model.norm_eps),
+    )
 
 
-def _normed(y: Tensor, z: Tensor, layer: Mamba2Layer, model: ModelConfig) -> Tensor:
-    return gated_rms_norm(y.flatten(-2), z, layer.norm_I, model.mamba2.groups, model.norm_eps)
-
-
-def bounded(dt: Tensor, bias_H: Tensor, least: float) -> Tensor:
-    """Return dt such that softplus(dt + bias) is at least `least`."""
-    if not least:
-        return dt
-    return dt.maximum((math.log(math.expm1(least)) - bias_H).to(dt.dtype))
+def _normed(part: Tensor, weight_GN: Tensor, eps: float) -> Tensor:
+    return normed(part.unflatten(-1, weight_GN.shape), weight_GN, eps).flatten(-2)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.layers.mamba2.decode import bounded
+from megatron_blackmamba.layers.mamba2.arithmetic import mixed
 from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
 from megatron_blackmamba.layers.recurrent import NORMS
 from megatron_blackmamba.model.channels import Convolution
@@ -45,43 +45,39 @@ class Mamba2Mixer(MegatronModule):
         self.backend = config.kernels.ssd
         ranks = self.tp_group.size()
         inner, whole = sizes(model)[0], in_proj(model)
-        self.groups, self.time_step_min = model.mamba2.groups // ranks, model.mamba2.time_step_min
+        groups = model.mamba2.groups // ranks
         self.rows = whole.share(ranks)
-        channels, self.heads = self.rows.count("x B C"), self.rows.count("dt")
+        channels, heads = self.rows.count("x B C"), self.rows.count("dt")
         self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         self.conv1d = Convolution(
             empty(channels, 1, model.conv_kernel, dtype=config.params_dtype),
             empty(channels, dtype=config.params_dtype),
         )
-        self.dt_bias, self.A_log, self.D = (
-            without_decay(empty(self.heads, dtype=config.full_precision)) for _ in range(3)
-        )
+        self.dt_bias, self.A_log, self.D = (without_decay(empty(heads, dtype=config.full_precision)) for _ in range(3))
         self.norms = NORMS[1:] if model.mamba_norms else ()
         for name in self.norms:
-            self.add_module(name, GroupNorm(self.rows.count("B"), self.groups, config))
-        self.norm = GatedNorm(inner // ranks, self.groups, config)
+            self.add_module(name, GroupNorm(self.rows.count("B"), groups, config))
+        self.norm = GatedNorm(inner // ranks, groups, config)
         self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        reset_BS = inputs.reset_BS
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         zxBCdt_SB, _ = self.in_proj(hidden_SBD)
-        z_BSI, xBC_BSQ, dt_BSH = self.rows.split(zxBCdt_SB.transpose(0, 1), "z", "x B C", "dt")
-        x_BSI, B_BS, C_BS = self.rows.split(self.conv1d(xBC_BSQ, reset_BS, self.context), "x", "B", "C")
-        if self.norms:
-            B_BS, C_BS = (getattr(self, name)(part) for name, part in zip(self.norms, (B_BS, C_BS), strict=True))
-        scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
-        y_BSHP = scan(
-            x_BSI.unflatten(2, (self.heads, -1)),
-            bounded(dt_BSH, self.dt_bias, self.time_step_min),
-            -torch.exp(self.A_log),
-            B_BS.unflatten(2, (self.groups, -1)),
-            C_BS.unflatten(2, (self.groups, -1)),
-            self.D,
-            dt_bias_H=self.dt_bias,
-            reset_BL=reset_BS,
-            backend=self.backend,
+        y_BSI = mixed(
+            zxBCdt_SB.transpose(0, 1),
+            self.rows,
+            self.config.described,
+            self.dt_bias,
+            lambda xBC_BSQ: self.conv1d(xBC_BSQ, inputs.reset_BS, self.context),
+            [getattr(self, name) for name in self.norms],
+            partial(self._scan, inputs.reset_BS),
+            self.norm,
         )
-        y_BSI = self.norm(y_BSHP.flatten(2), z_BSI)
         out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
         return out_SBD
+
+    def _scan(self, reset_BS: Tensor | None, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
+        how = {"dt_bias_H": self.dt_bias, "reset_BL": reset_BS, "backend": self.backend}
+        y_BSHP: Tensor = scan(x, dt, -torch.exp(self.A_log), B, C, self.D, **how)
+        return y_BSHP

@@ -5,15 +5,17 @@ X = 2I + 2RGN + 3H + S rows of in_proj.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
+from megatron_blackmamba.layers.mamba3.arithmetic import mixed
 from megatron_blackmamba.layers.mamba3.kind import MIX, in_proj, sizes
 from megatron_blackmamba.layers.recurrent import normed
-from megatron_blackmamba.ops.mamba3 import Memory, Rates, gated, mamba3, mamba3_step
+from megatron_blackmamba.ops.mamba3 import Memory, Rates, mamba3, mamba3_step
 from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.settings import ModelConfig
 
@@ -65,37 +67,41 @@ class Mamba3Decoding(Decoding):
         return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
 
     def step(self, run: Runner, layer: Mamba3Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        z_BI, x_BHP, B_BRGN, C_BRGN, rates = _parts(run.times(x_BD, layer.in_proj), layer, run.config)
-        how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H, layer.x_HRP)
-        y = mamba3_step(Memory(*memory), x_BHP, rates, B_BRGN, C_BRGN, *how)
-        return run.times(_gated(y, z_BI, layer, run.config), layer.out_proj)
+        def scan(x_BHP: Tensor, rates: Rates, B_BRGN: Tensor, C_BRGN: Tensor) -> Tensor:
+            how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H, layer.x_HRP)
+            return mamba3_step(Memory(*memory), x_BHP, rates, B_BRGN, C_BRGN, *how)
+
+        return run.times(_mixed(run.times(x_BD, layer.in_proj), layer, run.config, scan), layer.out_proj)
 
     def read(self, run: Runner, layer: Mamba3Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        z_BLI, x_BLHP, B_BLRGN, C_BLRGN, rates = _parts(product(x_BLD, layer.in_proj), layer, run.config)
-        if inputs.keep_BL1 is not None:
-            x_BLHP = x_BLHP * inputs.keep_BL1[..., None]
-        how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H)
-        last, mix_HRP = Memory(*memory), layer.x_HRP
-        y, after = mamba3(
-            x_BLHP, rates, B_BLRGN, C_BLRGN, *how, mix_HRP=mix_HRP, memory=last, reset_BL=inputs.reset_BL
-        )  # fmt: skip
-        assert after is not None
-        for kept, new in zip(memory, after, strict=True):
-            kept.copy_(new)
-        return product(_gated(y, z_BLI, layer, run.config), layer.out_proj)
+        def scan(x_BLHP: Tensor, rates: Rates, B_BLRGN: Tensor, C_BLRGN: Tensor) -> Tensor:
+            if inputs.keep_BL1 is not None:
+                x_BLHP = x_BLHP * inputs.keep_BL1[..., None]
+            how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H)
+            last, mix_HRP = Memory(*memory), layer.x_HRP
+            y, after = mamba3(
+                x_BLHP, rates, B_BLRGN, C_BLRGN, *how, mix_HRP=mix_HRP, memory=last, reset_BL=inputs.reset_BL
+            )  # fmt: skip
+            assert after is not None
+            for kept, new in zip(memory, after, strict=True):
+                kept.copy_(new)
+            return y
+
+        return product(_mixed(product(x_BLD, layer.in_proj), layer, run.config, scan), layer.out_proj)
 
 
-def _parts(projected: Tensor, layer: Mamba3Layer, model: ModelConfig) -> tuple[Tensor, Tensor, Tensor, Tensor, Rates]:
-    """Split in_proj's output into z, x, B, C and the rates."""
-    z, x, B, C, dt, A, trap, angle = in_proj(model).split(projected)
-    groups = (model.mamba3.rank, model.mamba3.groups, -1)
-    B = normed(B.unflatten(-1, groups), layer.B_norm_N, model.norm_eps)
-    C = normed(C.unflatten(-1, groups), layer.C_norm_N, model.norm_eps)
-    rates = Rates.of(dt, A, trap, angle, layer.dt_bias_H, model.mamba3.a_floor)
-    return z, x.unflatten(-1, (-1, model.mamba3.head_dim)), B, C, rates
+def _mixed(projected: Tensor, layer: Mamba3Layer, model: ModelConfig, scan: Any) -> Tensor:
+    def normed_I(y: Tensor) -> Tensor:
+        weight_HP = layer.norm_I.view(-1, model.mamba3.head_dim)  # type: ignore[union-attr]
+        return normed(y.unflatten(-1, weight_HP.shape), weight_HP, model.norm_eps).flatten(-2)
 
-
-def _gated(y: Tensor, z: Tensor, layer: Mamba3Layer, model: ModelConfig) -> Tensor:
-    if layer.norm_I is not None:
-        y = normed(y, layer.norm_I.view(y.shape[-2:]), model.norm_eps)
-    return gated(y, z, layer.z_HRP, layer.o_HRP)
+    return mixed(
+        projected,
+        in_proj(model),
+        model,
+        layer.dt_bias_H,
+        [partial(normed, weight=weight_N, eps=model.norm_eps) for weight_N in (layer.B_norm_N, layer.C_norm_N)],
+        scan,
+        None if layer.norm_I is None else normed_I,
+        (layer.z_HRP, layer.o_HRP),
+    )

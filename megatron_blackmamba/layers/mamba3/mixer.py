@@ -11,8 +11,11 @@ Shapes: S sequence, B batch, D model, I inner channels of this rank, H heads, P 
 R rank.
 """
 
+from functools import partial
+
 from torch import Tensor
 
+from megatron_blackmamba.layers.mamba3.arithmetic import mixed
 from megatron_blackmamba.layers.mamba3.kind import MIX, NORMS, in_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
@@ -20,7 +23,7 @@ from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.norms import GroupNorm, SharedNorm
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.context import several
-from megatron_blackmamba.ops.mamba3 import Rates, gated, mamba3
+from megatron_blackmamba.ops.mamba3 import Rates, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -35,13 +38,12 @@ class Mamba3Mixer(MegatronModule):
         model = config.described
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
+        self.backend = "triton" if config.kernels.ssd == "triton" else "chunked"
         ranks = self.tp_group.size()
         whole = in_proj(model)
         self.rows = whole.share(ranks)
-        self.groups, self.floor = model.mamba3.groups // ranks, model.mamba3.a_floor
         inner, heads = self.rows.count("x"), self.rows.count("dt")
         N, R = model.mamba3.state_size, model.mamba3.rank
-        self.rank = R
 
         self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         shapes = {"dt_bias": (heads,), "B_bias": (heads, R, N), "C_bias": (heads, R, N), "D": (heads,)}
@@ -56,29 +58,28 @@ class Mamba3Mixer(MegatronModule):
         self.out_proj = row(model.inner_size, model.hidden_size, config, self.tp_group)
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        reset_BS = inputs.reset_BS
         # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
         projected_SB, _ = self.in_proj(hidden_SBD)
-        z_BSI, x_BSI, *shared, dt, A, trap, angle = self.rows.split(projected_SB.transpose(0, 1))
-        if self.tp_group.size() > 1:
-            angle = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
-        rows = (self.rank, self.groups, -1)
-        B_BSRGN, C_BSRGN = (
-            getattr(self, name)(part.unflatten(-1, rows)) for name, part in zip(NORMS, shared, strict=True)
+        y_BSI = mixed(
+            projected_SB.transpose(0, 1),
+            self.rows,
+            self.config.described,
+            self.dt_bias,
+            [getattr(self, name) for name in NORMS],
+            partial(self._scan, inputs.reset_BS),
+            self.norm,
+            (self.mimo_z, self.mimo_o),
+            self._gathered,
         )
-        y, _ = mamba3(
-            x_BSI.unflatten(2, (dt.shape[-1], -1)),
-            Rates.of(dt, A, trap, angle, self.dt_bias, self.floor),
-            B_BSRGN,
-            C_BSRGN,
-            self.B_bias,
-            self.C_bias,
-            self.D,
-            mix_HRP=self.mimo_x,
-            reset_BL=reset_BS,
-            group=self.context,
-        )
-        if self.norm is not None:
-            y = self.norm(y.flatten(-2)).unflatten(-1, y.shape[-2:])
-        out_SBD, _ = self.out_proj(gated(y, z_BSI, self.mimo_z, self.mimo_o).transpose(0, 1).contiguous())
+        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
         return out_SBD
+
+    def _gathered(self, angle: Tensor) -> Tensor:
+        if self.tp_group.size() == 1:
+            return angle
+        whole: Tensor = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
+        return whole
+
+    def _scan(self, reset_BS: Tensor | None, x: Tensor, rates: Rates, B: Tensor, C: Tensor) -> Tensor:
+        how = {"reset_BL": reset_BS, "group": self.context, "backend": self.backend}
+        return mamba3(x, rates, B, C, self.B_bias, self.C_bias, self.D, mix_HRP=self.mimo_x, **how)[0]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_blackmamba.layers import Decoding
 
-from .mixer import sums
+from .arithmetic import sums
 
 
 @dataclass(frozen=True)
