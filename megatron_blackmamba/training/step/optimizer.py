@@ -58,7 +58,7 @@ def make_trainable(
     reduced = Accumulation(model.config, how, model)
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)
-    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd alive,
+    # The parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd alive,
     # which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
     with torch.no_grad(), changes.during(changes.BUILDING, kind, settings, skip=skip):
         optimizer = get_megatron_optimizer(
