@@ -61,6 +61,8 @@ class LayerKind(Kind, ABC):
     """The values of training.recompute that recompute this layer."""
     writes_to_residual: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of weights whose output joins the residual stream."""
+    by_adam: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of matrices that optimizer.kind=muon leaves to Adam."""
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Parameters of the mixer that stay fp32 in a bf16 model."""
     widens: ClassVar[bool] = False

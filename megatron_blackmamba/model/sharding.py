@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.layers import LayerKind, Stack, Weight
-from megatron_blackmamba.optimizers.base import NO_DECAY, STACKED
+from megatron_blackmamba.optimizers.base import BY_ADAM, DECLARED, NO_DECAY
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import device
 
@@ -27,9 +27,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
-
-DECLARED = "declared"
-"""The attribute of a mixer's parameter that holds what its kind says of it, a Weight or a Stack."""
 
 
 def sharded(parameter: Tensor, axis: int) -> None:
@@ -46,12 +43,6 @@ def replicated(parameter: Any, sequence_parallel: bool) -> nn.Parameter:
 def without_decay(parameter: nn.Parameter) -> nn.Parameter:
     """Exempt a parameter from weight decay."""
     setattr(parameter, NO_DECAY, True)
-    return parameter
-
-
-def stacked(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter as a stack of matrices along its first axis."""
-    setattr(parameter, STACKED, True)
     return parameter
 
 
@@ -87,6 +78,7 @@ def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, gr
             sharded(tensor, weight.axis)
         if isinstance(tensor, nn.Parameter):
             setattr(tensor, DECLARED, weight)
+            setattr(tensor, BY_ADAM, own.endswith(kind.by_adam))
 
 
 def share(weight: Weight | Stack, groups: ProcessGroupCollection) -> Weight | Stack:

@@ -419,3 +419,9 @@ def test_ramp_is_planned_stage_by_stage():
     assert "336 sequences" in shown and "decay steps, at the end" in shown
     given, _ = plan("blackmamba_1.5b", *settings, "--nodes", "7", "--mfu", "0.2")
     assert given["training"]["stages"][0]["seconds_per_step"] * 3 == pytest.approx(given["time"]["seconds_per_step"])
+
+
+def test_a_long_update_is_remarked_on():
+    words = ["training.global_batch=56", "training.micro_batch=1", "optimizer.kind=muon"]
+    plans = [estimate.make_plan(load("blackmamba_1.5b", words[:n]), Asked(7, 8, H100)) for n in (2, 3)]
+    assert ["the update takes" in " ".join(table.warnings(planned)) for planned in plans] == [False, True]

@@ -39,6 +39,7 @@ class Experts(LayerKind):
     widens = True
     routed = True
     recompute = frozenset({"layers", "experts"})
+    by_adam = ("router.weight",)
     writes_to_residual = ("fc2", "linear_fc2.weight")
     released = True
     entry = "a number of experts"

@@ -31,6 +31,7 @@ class Mamba(LayerKind):
     mixer = "megatron_blackmamba.layers.mamba.mixer:MambaMixer"
     cost = "megatron_blackmamba.layers.mamba.cost:MambaCost"
     decode = "megatron_blackmamba.layers.mamba.decode:MambaDecoding"
+    by_adam = ("x_proj.weight", "dt_proj.weight")
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
     released = True
