@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.decoding import Decoding
 from megatron_blackmamba.layers.rows import Stack, Weight
-from megatron_blackmamba.registry import Cannot, Kind, KindError, named
+from megatron_blackmamba.registry import Cannot, Kind, KindError
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +96,7 @@ class LayerKind(Kind, ABC):
 
     @abstractmethod
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
-        """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `kinds.rows`."""
+        """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `layers.rows`."""
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of each."""
@@ -104,7 +105,7 @@ class LayerKind(Kind, ABC):
             if not isinstance(weight, Weight):
                 raise KindError(
                     f"{type(self).__name__}.weights says {weight} of {name}, but not how tensor parallelism spreads it."
-                    f" Name its rows in by_rows(columns, name=rows), by_columns or whole (docs/extending.md)."
+                    " Name its rows in by_rows(columns, name=rows), by_columns or whole (docs/extending.md)."
                 )
         return {name: weight.shape for name, weight in weights.items()}
 
@@ -162,6 +163,6 @@ class LayerKind(Kind, ABC):
         """Return the class that `mixer`, `cost` or `decode` names."""
         name = getattr(self, file)
         try:
-            return named(name)
+            return resolve_name(name)
         except (ImportError, AttributeError) as error:
             raise KindError(f"{type(self).__name__}.{file}={name!r} cannot be imported: {error}") from error

@@ -63,7 +63,8 @@ def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, groups: ProcessGroupCollection) -> None:
     """Mark every parameter as its kind declares it; refuse what the kind does not declare, or declares wrongly."""
     kind.shapes(model)
-    declared, has = kind.stored(model), {n: t for n, t in mixer.state_dict(keep_vars=True).items() if t is not None}
+    declared, state = kind.stored(model), mixer.state_dict(keep_vars=True)
+    has = {own: tensor for own, tensor in state.items() if not own.endswith("_extra_state")}  # of Transformer Engine
 
     def refuse(own: str, why: str) -> NoReturn:
         raise KindError(f"{name}.{own}: {why}. Correct {type(kind).__name__}.weights (docs/extending.md).")
@@ -76,9 +77,9 @@ def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, gr
             refuse(own, f"{type(kind).__name__}.weights does not declare its rows, nor how they are spread")
         here = share(weight, groups).shape
         if tuple(tensor.shape) != here:
-            ranks = groups.tp.size()
-            on = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
-            refuse(own, f"its shape is {tuple(tensor.shape)}, and {type(kind).__name__}.weights says {here}{on}")
+            refuse(
+                own, f"its shape is {tuple(tensor.shape)}, and {type(kind).__name__}.weights says {here} on this rank"
+            )
         marked = tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None
         if marked not in (None, weight.axis):
             refuse(own, f"its module splits axis {marked}, and {type(kind).__name__}.weights says {weight.axis}")

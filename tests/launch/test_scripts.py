@@ -157,6 +157,17 @@ def test_head_node_that_others_miss_is_left_out(start, tmp_path):
     assert " bash 900 " in call and " --limit 720 " in call
 
 
+def test_lack_of_memory_ends_the_job_unless_it_has_saved(start, tmp_path):
+    fails = 'case " $* " in *" train "*) echo "srun: error: node1: task 3: Out Of Memory" >&2; exit 1 ;; esac'
+    done = start(SRUN=CHECKS + fails, PREFLIGHT="nodes")
+    assert "rank 3 was the first (Out Of Memory)" in done.stdout and "a node has too little memory" in done.stdout
+    assert done.returncode == 2 and "try 2" not in done.stdout
+    assert (tmp_path / "run/failed").read_text() == "job 42 ended with exit code 2\n"
+    saves = 'cd "$RUN_FOLDER"; mkdir -p checkpoints; [ -e checkpoints/latest ] || echo 7 >checkpoints/latest'
+    again = start(SRUN=CHECKS + fails.replace("echo", f"{saves}; echo"), PREFLIGHT="nodes")
+    assert "try 2" in again.stdout and "try 3" not in again.stdout
+
+
 def test_what_every_node_fails_excludes_none(start, tmp_path):
     """Also what keeps srun from starting anything, such as an environment that does not reach the nodes."""
     (tmp_path / "bin/scontrol").write_text('#!/bin/bash\n[ "$1" = requeue ] || printf "node1\\nnode2\\n"\n')

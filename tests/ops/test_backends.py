@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_blackmamba import ops
-from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.adam import FUSED_ADAM
+from megatron_blackmamba.ops.gated import gated
 from megatron_blackmamba.ops.selective_scan import Inputs
 
 
@@ -160,6 +161,12 @@ def test_every_op_with_backends_has_one_form():
         assert set(op.BACKENDS) <= set(op.available_backends())
     flat = {path.stem for path in Path(ops.__file__).parent.glob("triton_*.py")}
     assert flat == {"triton_math", "triton_support"}  # which all kernels share
+
+
+@pytest.mark.skipif(bool(library.unavailable()), reason="the C++ kernels are not built")
+def test_kernels_in_cpp_answer_to_their_old_name():
+    x = torch.ones(2, 8)
+    assert torch.equal(gated(x, "silu", backend="cpu"), gated(x, "silu", backend="cpp"))
 
 
 def test_adam_of_installed_package_is_preferred(monkeypatch):
