@@ -326,7 +326,7 @@ def test_tables_and_charts_show_the_trunk_once(trunk, branch, longer, tmp_path):
     assert (
         two[0].averaged_loss("tokens", ENDS[3] * LENGTH)[0] == losses(trunk)[3]
     )  # before the branch: the trunk's loss
-    chart = drawn_loss(read_history(branch / "run"))
+    chart = drawn_loss(read_history(branch / "run")).html()
     assert chart.count('class="line c0 thin"') == 1 and 'class="mark branch"' in chart and "trunk run" in chart
 
 
