@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LENGTH, INNER, STATE, TAPS, EXPERTS = 2048, 2304, 16, 4, 8  # the 1.5B model
+HEAD, SSD_STATE = 64, 128  # of Mamba-2
 REPEATS = 15
 HEAD_START = 5_000_000  # clocks, some 3 ms
 EXPONENTIALS_A_CLOCK = 16  # of one multiprocessor
@@ -170,6 +171,26 @@ def scan_rows(machine: Machine, batch: int) -> list[Row]:
     return compare("selective_scan", batch, peers, limit)
 
 
+def ssd_rows(machine: Machine, batch: int) -> list[Row]:
+    from megatron_blackmamba.ops.ssd import Inputs, available_backends, chunked, triton
+
+    heads = INNER // HEAD
+    x, dt = normal(batch, LENGTH, heads, HEAD), normal(batch, LENGTH, heads)
+    B, C = (normal(batch, LENGTH, 1, SSD_STATE) for _ in range(2))
+    A = (-1 - 15 * torch.rand(heads, device="cuda")).requires_grad_()
+    D, bias = normal(heads, dtype=torch.float32), (normal(heads, dtype=torch.float32) - 4).detach().requires_grad_()
+    inputs = [x, dt, A, B, C, D, bias]
+    given = Inputs(*inputs)
+    peers = [Peer("triton", lambda: triton.scan(given)[0], inputs)]
+    if available_backends()["mamba_ssm"] is None:
+        from megatron_blackmamba.ops.ssd import mamba_ssm
+
+        peers.append(Peer("mamba-ssm", lambda: mamba_ssm.scan(given)[0], inputs))
+    peers.append(Peer("PyTorch, chunked", lambda: chunked.scan(given)[0], inputs))
+    bytes_moved = 2 * batch * LENGTH * (2 * INNER + heads + 2 * SSD_STATE)
+    return compare("ssd", batch, peers, bytes_moved / machine.bytes_a_ms)
+
+
 def convolution_rows(machine: Machine, batch: int) -> list[Row]:
     from megatron_blackmamba.ops.causal_conv1d import Inputs, triton
 
@@ -229,7 +250,7 @@ def main() -> None:
     if options.json != "-":
         print(json.dumps(machine.describe()))
     for batch in options.batch:
-        for rows_of in (scan_rows, convolution_rows, sinkhorn_rows):
+        for rows_of in (scan_rows, ssd_rows, convolution_rows, sinkhorn_rows):
             new = rows_of(machine, batch)
             rows += new
             result = json.dumps({"machine": machine.describe(), "rows": [asdict(row) for row in rows]}, indent=1)

@@ -211,14 +211,14 @@ def scan_launches(arch: int, reset: bool = False, keep: bool = True, backward: b
         y.sum().backward()
 
 
-def ssd_launches(arch: int, reset: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+def ssd_launches(arch: int, reset: bool = False) -> None:
     """Mamba-2's scan of a training step."""
     from megatron_blackmamba.ops.ssd import Inputs
     from megatron_blackmamba.ops.ssd.triton import scan
 
     heads = INNER // HEAD
-    x, dt = bf16(BATCH, LENGTH, heads, HEAD).to(dtype), bf16(BATCH, LENGTH, heads).to(dtype)
-    B, C = (bf16(BATCH, LENGTH, 1, SSD_STATE).to(dtype) for _ in range(2))
+    x, dt = bf16(BATCH, LENGTH, heads, HEAD), bf16(BATCH, LENGTH, heads)
+    B, C = (bf16(BATCH, LENGTH, 1, SSD_STATE) for _ in range(2))
     resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
     y, _ = scan(Inputs(x, dt, fp32(heads), B, C, fp32(heads), fp32(heads), None, resets))
     y.sum().backward()
@@ -262,7 +262,7 @@ def order_launches(arch: int, reset: bool = False) -> None:
 def gated_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.gated.triton import gated
 
-    gated(bf16(BATCH * LENGTH, 2 * HIDDEN), fp32(BATCH * LENGTH), False).sum().backward()
+    gated(bf16(BATCH * LENGTH, 2 * HIDDEN), "silu", fp32(BATCH * LENGTH)).sum().backward()
 
 
 def norm_launches(arch: int, reset: bool = False) -> None:
@@ -326,7 +326,6 @@ OPERATIONS = {
     "selective_scan": scan_launches,
     "selective_scan, recomputed": partial(scan_launches, keep=False),
     "ssd": ssd_launches,
-    "ssd, fp32": partial(ssd_launches, dtype=torch.float32),
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,

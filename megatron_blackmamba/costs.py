@@ -33,6 +33,8 @@ class Sizes:
     context: int = 1
     keeps_states: bool = True
     """kernels.scan_states."""
+    ssd: str = "auto"
+    """kernels.ssd."""
 
     @property
     def sequences(self) -> int:

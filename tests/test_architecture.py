@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba.cli import EXTRAS
 from tests.engine import changes_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -193,6 +194,12 @@ def test_command_line_and_config_start_without_torch(module):
     assert heavy.strip() == "[]"
 
 
+def test_no_other_package_imports_an_extra():
+    extras = {name.rpartition(".")[2] for name in EXTRAS.values()}
+    users = [path for path in files_of(PACKAGE) if packages_imported(path) & extras - {package_of(path)}]
+    assert users == [], "name its commands in cli.EXTRAS instead"
+
+
 def test_workers_are_spawned_with_interrupts_blocked():
     """Python's resource tracker unblocks SIGINT as it starts: `interrupts.spawn_context` blocks it again."""
     for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
@@ -259,10 +266,66 @@ def test_files_stay_under_500_lines():
     assert [f"{p.relative_to(ROOT)}: {n}" for p in code if (n := len(p.read_text().splitlines())) > MOST_LINES] == []
 
 
+def test_names_of_tests_have_at_most_eight_words():
+    names = [
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 2000 and [name for name in names if len(name.split("_")) > 9] == []
+
+
 def test_folders_of_tests_are_packages():
     """Without `__init__.py` two files of one name in two folders stop the whole collection."""
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     assert sorted(str(folder) for folder in folders if not (folder / "__init__.py").exists()) == []
+
+
+MAY_CHANGE = {
+    "formats/events.py": "the table of events, filled as their classes are defined",
+    "training/metrics/base.py": "the table of metrics, filled as their functions are defined",
+    "evaluation/workers.py": "the tokenizer of a worker process",
+}
+"""Files outside runtime/, engine/ and console/interrupts.py with module-level state that changes."""
+CHANGES_IT = {"append", "add", "clear", "pop", "update", "extend", "remove", "setdefault", "insert", "discard"}
+
+
+def changes_state(tree):
+    """Return whether a function assigns to a global name, or changes what a module-level name refers to."""
+    names = {node.id for top in tree.body for node in ast.walk(top) if isinstance(top, ast.Assign | ast.AnnAssign)
+             and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}  # fmt: skip
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        inside = list(ast.walk(function))
+        own = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {node.arg for node in inside if isinstance(node, ast.arg)}
+        for node in inside:
+            called = isinstance(node, ast.Call) and getattr(node.func, "attr", None) in CHANGES_IT
+            stored = isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load)
+            target = getattr(node.func if called else node, "value", None) if called or stored else None
+            if isinstance(node, ast.Global) or (isinstance(target, ast.Name) and target.id in names - own):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("A = []\ndef f():\n    A.append(1)", True),
+        ("a = 1\ndef f():\n    global a\n    a = 2", True),
+        ("A = {}\ndef f():\n    A[1] = 2", True),
+        ("A = []\ndef f(A):\n    A.append(1)", False),
+    ],
+)
+def test_changes_to_module_state_are_found(code, changes):
+    assert changes_state(ast.parse(code)) == changes
+
+
+def test_module_state_changes_in_few_places():
+    found = {str(path.relative_to(PACKAGE)) for path in files_of(PACKAGE) if changes_state(ast.parse(path.read_text()))}
+    found |= {path.name for path in files_of(ROOT / "data_tools") if changes_state(ast.parse(path.read_text()))}
+    free = {name for name in found if name.startswith(("runtime/", "engine/")) or name == "console/interrupts.py"}
+    assert found - free == MAY_CHANGE.keys()
 
 
 def test_no_benchmark_hides_a_standard_module():
@@ -285,3 +348,23 @@ def test_new_tensors_of_ops_name_their_dtype(path):
     ]
     unnamed = [call for call in made if not {"dtype", "out", None} & {word.arg for word in call.keywords}]
     assert [f"{path.name}:{call.lineno}" for call in unnamed] == []
+
+
+def test_text_files_are_utf_8_in_any_locale():
+    """Python reads and writes in the encoding of the locale where no other is named."""
+    unnamed = []
+    for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            words, given = {word.arg for word in call.keywords}, call.args
+            match ast.unparse(call.func).rpartition(".")[2]:
+                case "open" if isinstance(call.func, ast.Name):
+                    named = len(given) > 1 and "b" in ast.unparse(given[1])
+                case "read_text":
+                    named = bool(given)
+                case "write_text":
+                    named = len(given) > 1
+                case _:
+                    named = True
+            if not named and "encoding" not in words:
+                unnamed.append(f"{path}:{call.lineno}")
+    assert unnamed == []

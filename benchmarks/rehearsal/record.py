@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from megatron_blackmamba.ops.selective_scan.costs import KEPT_SLOTS, SLOTS, cuda_slots
+from megatron_blackmamba.ops.ssd.costs import SLOTS as SSD_SLOTS
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 COMPOSED = {
@@ -159,7 +160,7 @@ class Log:
         if kernel == "adam_update":
             saved = sum(fewer for name, fewer in SAVED.items() if constants[name])
             moved += (BYTES_A_WEIGHT - saved) * WEIGHTS_A_PROGRAM * grid[0]
-        issued = KEPT_SLOTS if constants.get("KEPT") else SLOTS
+        issued = SSD_SLOTS | (KEPT_SLOTS if constants.get("KEPT") else SLOTS)
         self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
         self.launches[Launch(kernel, grid, signature)] += 1

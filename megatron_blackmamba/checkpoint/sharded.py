@@ -3,6 +3,7 @@
 The files are the same under every version of megatron-core: tensors here, plain values in `common.py`.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from megatron_blackmamba.checkpoint.writing import Write
 from megatron_blackmamba.engine.parts import saving
 from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.model import LanguageModel
-from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.runtime.world import World, gathered
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer import MegatronOptimizer
@@ -29,6 +31,9 @@ FORMAT = {
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
+
+MOST_NAMED = 3
+"""Tensors that an error names; the rest are counted."""
 
 
 def state_to_save(
@@ -54,26 +59,39 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: 
 
     An average that is not saved begins with the weights. One that is saved and no longer wanted is not read.
     """
-    is_saved = any(name.startswith(AVERAGED) for name in safety.read_table(folder).state_dict_metadata)
+    saved = set(safety.read_table(folder).state_dict_metadata)
+    is_saved = any(name.startswith(AVERAGED) for name in saved)
     wanted = _state(model, optimizer, ema if is_saved else None, is_loading=True)
-    if is_saved and ema is None:
-        state = _load_without_average(wanted, folder)
-    else:
-        state = dist_checkpointing.load(wanted, str(folder), _reader(folder), strict=StrictHandling.RAISE_ALL)
+    names = _names(wanted)
+    _refuse_lacking(folder, names - saved)
+    if more := [name for name in saved - names if not name.startswith(AVERAGED)]:
+        raise CheckpointError(f"{folder}: refused: holds {_some(more)}, which the model and its optimizer do not have")
+    state = _read(folder, wanted)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     if ema is not None:
         ema.load(state["ema"]) if is_saved else ema.restart()
 
 
-def _load_without_average(wanted: dict, folder: Path) -> dict:
-    """Load all that a checkpoint holds but the averaged weights; refuse anything else that does not match."""
-    state, left, missing = dist_checkpointing.load(
-        wanted, str(folder), _reader(folder), strict=StrictHandling.RETURN_ALL
-    )
-    if wrong := sorted({*missing, *(name for name in left if not name.startswith(AVERAGED))}):
-        raise CheckpointError(f"{folder}: refused: {', '.join(wrong[:3])} do not match the model and its optimizer")
-    return state
+def _names(wanted: dict) -> set[str]:
+    """Return the names of the tensors that any rank wants."""
+    entries = nested_values(load_preprocess(wanted)[0])
+    return set().union(*gathered([entry.key for entry in entries if isinstance(entry, ShardedTensor)]))
+
+
+def _refuse_lacking(folder: Path, lacking: set[str]) -> None:
+    if lacking:
+        raise CheckpointError(f"{folder}: refused: lacks {_some(lacking)} of the model and its optimizer")
+
+
+def _some(names: Collection[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(sorted(names)[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _read(folder: Path, wanted: dict) -> dict:
+    """Read what is wanted, all of which the checkpoint holds."""
+    return dist_checkpointing.load(wanted, str(folder), _reader(folder), strict=StrictHandling.ASSUME_OK_UNEXPECTED)
 
 
 def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: Ema | None = None) -> None:
@@ -85,9 +103,8 @@ def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimize
     states, own = routers.states(), model.state_dict()
     begun = {name: own[name] for name in wanted if name.endswith(states) and wanted[name].key not in saved}
     kept = {name: entry for name, entry in wanted.items() if name not in begun}
-    state = dist_checkpointing.load(
-        {"model": kept}, str(folder), _reader(folder), strict=StrictHandling.RAISE_UNEXPECTED
-    )
+    _refuse_lacking(folder, _names(kept) - saved.keys())
+    state = _read(folder, {"model": kept})
     model.load_state_dict(state["model"] | begun)
     optimizer.reload_model_params()
     if ema is not None:

@@ -4,6 +4,8 @@ import os
 import shlex
 import sys
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +25,6 @@ from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
 from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime.exits import BAD_INPUT, INTERRUPTED, RESTARTS
 from megatron_blackmamba.runtime.failure import SAID, say_once
-from megatron_blackmamba.serving import commands as serving_commands
 from megatron_blackmamba.study.verb import study
 from megatron_blackmamba.trace import commands as trace_commands
 from megatron_blackmamba.training.anneal import anneal
@@ -39,12 +40,16 @@ SECTIONS = {
 """The commands in the order of a user's work, as --help shows them."""
 
 
+EXTRAS = {"chat": "megatron_blackmamba.serving"}
+"""Commands of packages that need an extra and that no other package imports: each is a function in `commands.py`."""
+
+
 class Commands(typer.core.TyperGroup):
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        for section, names in SECTIONS.items():
-            for name in names:
-                self.commands[name].rich_help_panel = section  # type: ignore[attr-defined]
-        return [name for names in SECTIONS.values() for name in names]
+        found = {name: section for section, names in SECTIONS.items() for name in names if name in self.commands}
+        for name, section in found.items():
+            self.commands[name].rich_help_panel = section  # type: ignore[attr-defined]
+        return list(found)
 
 
 app = typer.Typer(
@@ -414,7 +419,7 @@ def compare(
     with working("starting"):
         from rich.console import Console
 
-        from megatron_blackmamba.report.compare import compare as compare_runs
+        from megatron_blackmamba.report.comparison_page import compare as compare_runs
 
     print(compare_runs(run, out, Console()))
 
@@ -444,7 +449,9 @@ def quickstart(
 app.command()(train)
 app.command()(anneal)
 app.command()(inference_commands.generate)
-app.command()(serving_commands.chat)
+for _name, _package in EXTRAS.items():
+    if find_spec(_package):
+        app.command(_name)(getattr(import_module(f"{_package}.commands"), _name))
 app.command()(interchange_commands.verify)
 app.command()(interchange_commands.average)
 data_commands.app.command()(trace_commands.trace)

@@ -24,6 +24,22 @@ Batch = dict[str, Tensor]
 Parts of sequences also have before [B]: the token before the part, or -1 where the sequence begins."""
 
 
+def micro_batches_of(samples: Sequence[int], micro_batch: int, rank: int, ranks: int) -> list[Sequence[int]]:
+    """Return the micro-batches of a global batch that one data-parallel rank reads."""
+    if len(samples) % (micro_batch * ranks):
+        raise DataError(
+            f"a global batch of {len(samples)} samples does not divide into micro-batches of {micro_batch} on {ranks}"
+            " data-parallel ranks: change training.global_batch, training.micro_batch or the GPU count"
+        )
+    return [samples[first : first + micro_batch] for first in range(0, len(samples), micro_batch)][rank::ranks]
+
+
+def place_of_part(length: int, number: int, parts: int) -> slice:
+    """Return the place in each sequence of the part that one context-parallel rank reads."""
+    first = number * (length // parts)
+    return slice(first, first + length // parts)
+
+
 class BatchStream:
     """An iterator over the micro-batches of one rank, one global batch after another."""
 
@@ -65,16 +81,8 @@ class BatchStream:
         self._ahead: deque[tuple[Future | Batch, int | None]] = deque()
         self._served: list[tuple[Batch, int | None]] = []  # of the current global batch
         self._size_after = global_batch if callable(global_batch) else lambda served: global_batch
-        self._refuse_uneven(self._size_after(0))
+        micro_batches_of(range(self._size_after(0)), micro_batch, dp_rank, dp_size)  # or refuse them
         self._planned = self._plan(start_sample)
-
-    def _refuse_uneven(self, global_batch: int) -> None:
-        if global_batch % (self.micro_batch * self.dp_size):
-            raise DataError(
-                f"a global batch of {global_batch} samples does not divide into micro-batches of {self.micro_batch} on "
-                f"{self.dp_size} data-parallel ranks: change training.global_batch, training.micro_batch or the GPU "
-                "count"
-            )
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -116,22 +124,20 @@ class BatchStream:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _plan(self, sample: int) -> Iterator[tuple[list[int], int | None]]:
+    def _plan(self, sample: int) -> Iterator[tuple[Sequence[int], int | None]]:
         """Yield the samples of this rank's micro-batches; at the end of a global batch, also the position after it."""
         served = 0
         while self.stop_sample is None or self._next(sample) < self.stop_sample:
             global_batch, samples = self._size_after(served), []
-            self._refuse_uneven(global_batch)
             served += global_batch
             for _ in range(global_batch):
                 sample = self._next(sample)
                 inside = self.stop_sample is None or sample < self.stop_sample
                 samples.append(sample if inside else -1)
                 sample += inside
-            micro_batches = global_batch // (self.micro_batch * self.dp_size)
-            for number in range(micro_batches):
-                first = (number * self.dp_size + self.dp_rank) * self.micro_batch
-                yield samples[first : first + self.micro_batch], sample if number + 1 == micro_batches else None
+            *before, last = micro_batches_of(samples, self.micro_batch, self.dp_rank, self.dp_size)
+            yield from ((micro_batch, None) for micro_batch in before)
+            yield last, sample
 
     def _next(self, sample: int) -> int:
         for first, last in self.passed_over:
@@ -139,15 +145,13 @@ class BatchStream:
                 sample = last + 1
         return sample
 
-    def _read(self, samples: list[int]) -> Batch:
+    def _read(self, samples: Sequence[int]) -> Batch:
         rows = [self._row(max(sample, 0)) for sample in samples]
-        number, parts = self.part
-        length = len(rows[0]["tokens"]) // parts
-        first = number * length
-        here = slice(first, first + length)
+        here = place_of_part(len(rows[0]["tokens"]), *self.part)
         batch = {key: torch.stack([row[key][here] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
-        if parts > 1:
-            batch["before"] = torch.stack([row["tokens"][first - 1] if first else torch.tensor(-1) for row in rows])
+        if self.part[1] > 1:
+            before = here.start - 1
+            batch["before"] = torch.stack([row["tokens"][before] if here.start else torch.tensor(-1) for row in rows])
         batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
         batch["sample_ids"] = torch.tensor(samples)
         if -1 in samples:

@@ -40,9 +40,10 @@ class Takes(NamedTuple):
     """Empty: any."""
 
     def why_not(self, x: Tensor, interpreted: bool) -> str | None:
-        if self.device and x.device.type != self.device and not interpreted:
-            wanted = {"cuda": "on a CUDA device", "cpu": "on the CPU"}[self.device]
-            return f"the tensors are not {wanted}"
+        if self.device == "cuda" and not x.is_cuda and not interpreted:
+            return "the tensors are not on a CUDA device"
+        if self.device == "cpu" and not x.is_cpu:  # faster than to ask for the device
+            return "the tensors are not on the CPU"
         if self.dtypes and x.dtype not in self.dtypes:
             *takes, given = (str(dtype).removeprefix("torch.") for dtype in (*self.dtypes, x.dtype))
             return f"takes {', '.join(takes)}; the input is {given}"
@@ -75,10 +76,16 @@ def refusal(package: str, name: str, *call: Any) -> str | None:
 
 def unsupported(backend: ModuleType, *call: Any) -> str | None:
     """Return why a backend does not support a call, or None."""
+    takes, more, on_cpu = _limits(backend)
     first = call[0] if isinstance(call[0], Tensor) else next(iter(call[0]))
-    takes: Takes = getattr(backend, "TAKES", Takes())
-    on_cpu = backend.__name__.endswith(".triton") and interpreted()
-    return takes.why_not(first, on_cpu) or (backend.unsupported(*call) if hasattr(backend, "unsupported") else None)
+    return takes.why_not(first, on_cpu and interpreted()) or (more(*call) if more else None)
+
+
+@cache
+def _limits(backend: ModuleType) -> tuple[Takes, Callable[..., str | None] | None, bool]:
+    """Return what a backend declares, and whether an interpreter may run it on CPU tensors."""
+    on_cpu = backend.__name__.endswith(".triton")
+    return getattr(backend, "TAKES", Takes()), getattr(backend, "unsupported", None), on_cpu
 
 
 def available(package: str, names: tuple[str, ...]) -> dict[str, str | None]:

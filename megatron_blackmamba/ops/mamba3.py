@@ -40,13 +40,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_blackmamba.ops import backends, ssd
 from megatron_blackmamba.ops.arguments import require_dimensions, require_shapes
 from megatron_blackmamba.ops.context import from_next, sum_before
-from megatron_blackmamba.ops.ssd.chunked import scan
 from megatron_blackmamba.ops.ssd.part import scan_cut
 from megatron_blackmamba.ops.ssd.turned import Inputs, Rates, document_sums, each_input, turned
 
 __all__ = ["Memory", "Rates", "gated", "mamba3", "mamba3_step"]
+
+BACKENDS = ("chunked", "triton")
 
 
 class Memory(NamedTuple):
@@ -71,6 +73,7 @@ def mamba3(
     memory: Memory | None = None,
     reset_BL: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
+    backend: str = "chunked",
 ) -> tuple[Tensor, Memory | None]:
     """Return y_BLHP, with factors y_BLRHP, in x's dtype, and the memory behind the last token if one was given.
 
@@ -81,6 +84,7 @@ def mamba3(
         memory: What the tokens before have left.
         reset_BL: True at the first token of a document, which sees nothing of the ones before.
         group: Ranks with the other parts of these sequences, in order; then without a memory.
+        backend: "chunked", or "triton" for the scan itself.
     """
     require_dimensions("mamba3", "x", x_BLHP, 4)
     (B, L, H, P), (R, G, N) = x_BLHP.shape, B_BLRGN.shape[-3:]
@@ -119,9 +123,10 @@ def mamba3(
         x_BLHP, rates.steps, rates.own, next_BLH, angle_BLHS, B_BLRGN, C_BLRGN, B_bias_HRN, C_bias_HRN,
         D_H, mix_HRP, None if memory is None else _start(memory, before_BLH[:, 0], mix_HRP), reset_BL,
     )  # fmt: skip
+    scanner = backends.choose(ssd.__name__, BACKENDS, backend, inputs)
     if group is not None:
-        return scan_cut(scan, inputs, group), None
-    y_BLHP, state_BHPN = scan(inputs)
+        return scan_cut(scanner, inputs, group), None
+    y_BLHP, state_BHPN = scanner.scan(inputs)
     if memory is None:
         return y_BLHP, None
     B_BHRN = turned(B_BLRGN[:, -1].to(compute), B_bias_HRN, angle_BLHS[:, -1])

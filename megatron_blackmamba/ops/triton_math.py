@@ -16,6 +16,7 @@ from triton.language.extra.cuda import libdevice
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+INVERSE_ROOT_2 = tl.constexpr(0.7071067811865476)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
@@ -23,8 +24,20 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def log2(x):
         return tl.log2(x)
 
+    @triton.jit
+    def narrowed(x, dtype: tl.constexpr):
+        if dtype == tl.bfloat16:  # the interpreter cuts digits off
+            bits = x.to(tl.int32, bitcast=True)
+            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return x.to(dtype)
+
 else:
     log2 = libdevice.fast_log2f  # one instruction where tl.log2 takes fifteen; the interpreter does not know it
+
+    @triton.jit
+    def narrowed(x, dtype: tl.constexpr):
+        """Round to a number format."""
+        return x.to(dtype)
 
 
 @triton.jit

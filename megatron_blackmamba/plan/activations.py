@@ -33,6 +33,7 @@ def sizes_of(config: RunConfig, device: str) -> Sizes:
         expert_tensor=parallel.expert_tensor,
         context=parallel.context,
         keeps_states=config.kernels.scan_states == "keep",
+        ssd=config.kernels.ssd,
     )
 
 

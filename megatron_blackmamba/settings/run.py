@@ -239,8 +239,9 @@ class KernelsConfig(Section):
     """The selective scan; auto: the fastest one that works here."""
     scan_states: Literal["keep", "recompute"] = "keep"
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
-    ssd: Literal["auto", "reference", "chunked", "mamba_ssm"] = "auto"
-    """The scan of Mamba-2 layers; auto: the fastest one that works here (mamba_ssm is unmeasured)."""
+    ssd: Literal["auto", "reference", "chunked", "triton", "mamba_ssm"] = "auto"
+    """The scan of Mamba-2 layers; auto: the first of triton, mamba_ssm and chunked that works here (the first two are
+    unmeasured). Mamba-3 layers take chunked, or triton if it is named here."""
     cuda_graph: Annotated[Literal["auto", "off"], SAME] = "off"
     """Experimental: forward and backward pass of a micro-batch as one launch, a CUDA graph (auto). Only runs of one
     process without recomputation. On the one GPU where it was tried, the capture failed; the log says why."""

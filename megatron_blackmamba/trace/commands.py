@@ -12,6 +12,7 @@ from megatron_blackmamba.data_tools.progress import counted
 
 if TYPE_CHECKING:
     from megatron_blackmamba.trace.documents import Piece, Tracer
+    from megatron_blackmamba.trace.ranks import Share
 
 
 def trace(
@@ -23,6 +24,14 @@ def trace(
     samples: Annotated[
         str | None, typer.Option(metavar="FIRST-LAST", help="Show these samples, numbered as in the run's events.")
     ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Show only what this rank reads of the batch.")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(metavar="tp2,cp2,...", help="Layout of --rank: tp, pp, cp, ep, etp.", show_default="the run's"),
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes of --rank.", show_default="the run's")
+    ] = None,
     document: Annotated[
         str | None, typer.Option(metavar="FILE:RECORD", help="Show the steps that read this raw record.")
     ] = None,
@@ -33,6 +42,8 @@ def trace(
 
     [dim]blackmamba data trace runs/tiny --step 120 --sample 0[/dim]
 
+    [dim]blackmamba data trace runs/tiny --step 120 --rank 5 --layout tp2,ep2,cp2 --processes 8[/dim]
+
     [dim]blackmamba data trace runs/tiny --document pile/00.jsonl.zst:48211[/dim]
     """
     from megatron_blackmamba.trace.documents import Tracer
@@ -42,17 +53,28 @@ def trace(
         raise TraceError("name one of --step N, --samples FIRST-LAST and --document FILE:RECORD")
     if sample is not None and step is None:
         raise TraceError("--sample K is a sample of a batch: name its step with --step N")
+    if rank is None and (layout or processes):
+        raise TraceError("--layout and --processes say what a rank is: name it with --rank N")
+    if rank is not None and step is None:
+        raise TraceError("--rank N reads a part of a batch: name its step with --step N")
     tracer = Tracer(run)
     if document is not None:
         _show_readings(tracer, document, as_json)
         return
     numbers = _range(samples) if samples is not None else tracer.steps.samples_of(step or 0)
     tracer.steps.refuse_unread(numbers)
+    share = None
+    if rank is not None:
+        from megatron_blackmamba.trace import ranks
+
+        parallel = tracer.config.parallel if layout is None else ranks.parse_layout(layout)
+        share = ranks.share_of(tracer.config, numbers, rank, parallel, processes or ranks.processes_of(run))
+        numbers = [number for number, _ in share.numbered()]
     if sample is not None:
         if sample >= len(numbers):
             raise TraceError(f"--sample {sample}: the batch has {len(numbers)} samples, counted from 0")
         numbers = numbers[sample : sample + 1]
-    _show_samples(tracer, numbers, step, chars, as_json)
+    _show_samples(tracer, numbers, {"step": step, "rank": rank}, share, chars, as_json)
 
 
 def _range(text: str) -> Sequence[int]:
@@ -64,21 +86,33 @@ def _range(text: str) -> Sequence[int]:
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
-def _show_samples(tracer: "Tracer", numbers: Sequence[int], step: int | None, chars: int, as_json: bool) -> None:
-    shown = []
+def _show_samples(
+    tracer: "Tracer",
+    numbers: Sequence[int],
+    asked: dict[str, int | None],
+    share: "Share | None",
+    chars: int,
+    as_json: bool,
+) -> None:
+    shown: list[dict[str, Any]] = []
+    micro_batches = dict(share.numbered()) if share else {}
     for number in numbers:
-        pieces = list(tracer.pieces(number))
+        pieces = list(share.clipped(tracer.pieces(number)) if share else tracer.pieces(number))
+        of_rank = {"micro_batch": micro_batches[number], "part": [share.here.start, share.here.stop]} if share else {}
         if as_json:
             described = [_described(piece, tracer.text(piece), chars) for piece in pieces]
-            shown.append({"sample": number, "source": pieces[0].source, "documents": described})
+            shown.append({"sample": number, "source": pieces[0].source, **of_rank, "documents": described})
             continue
-        when = f"step {step}, " if step is not None else ""
+        when = "".join(f"{name} {value}, " for name, value in asked.items() if value is not None)
+        if share:
+            when += f"micro-batch {micro_batches[number]}, tokens {share.here.start} to {share.here.stop - 1} of "
         print(f"=== {when}sample {number}: {pieces[0].source}, {counted(len(pieces), 'document')}")
         for piece in pieces:
             print(f"--- {piece.origin}: {_extent(piece)}")
             print(_cut(tracer.text(piece), chars))
     if as_json:
-        print(json.dumps({"run": str(tracer.run), "step": step, "samples": shown}))
+        told = {name: value for name, value in asked.items() if name != "rank" or value is not None}
+        print(json.dumps({"run": str(tracer.run), **told, "samples": shown}))
 
 
 def _show_readings(tracer: "Tracer", document: str, as_json: bool) -> None:

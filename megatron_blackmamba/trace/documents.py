@@ -64,7 +64,7 @@ class Tracer:
         if not folder.config.is_file() or not folder.data_plan.is_file():
             raise TraceError(f"{run}: not a run: it has no {folder.config.name} and {folder.data_plan.name}")
         self.run, self.steps = run, Steps.of_run(run)
-        config = read_saved(folder.config)
+        self.config = config = read_saved(folder.config)
         if config.data.kind == "synthetic":
             raise TraceError(f"{run}: trained on synthetic data, which has no documents")
         self.plan: DataPlan = build(

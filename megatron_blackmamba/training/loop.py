@@ -13,7 +13,6 @@ import signal
 import warnings
 from enum import IntEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from megatron_blackmamba.training.step.schedule import Schedule, rate_change
 from megatron_blackmamba.training.step.step import Step, Update
 from megatron_blackmamba.training.step.validation import bytes_per_token, validate
 from megatron_blackmamba.training.watch.guard import Action, Cause, Verdict
+from megatron_blackmamba.training.watch.reports import Reports
 from megatron_blackmamba.training.watch.watch import Watch
 
 
@@ -72,11 +72,10 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
         layout.check(config, place.size)
         optimizers.refuse_missing(config.optimizer)
         resume.refuse_start(config)
-        find_branch(config)
         if place.rank == 0:
             with contextlib.suppress(OSError):  # standard output may lie on a full disk
                 print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
-        logs = RunFolder(Path(config.folder) / config.name).logs
+        logs = RunFolder.of(config).logs
         with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
             everyone = world.start(config.parallel, world.PATIENCE, joined=lambda: refuse_unlike_starts(config))
             outcome = (trainer or Trainer)(config, everyone, stop, watchdog).run()
@@ -154,6 +153,7 @@ class Trainer:
             self.begun_at = newest
             if self.progress.end_of_data(self.config) != len(self.data.train):  # other batches, or skipped ranges
                 self.data = self.open_data()
+            self.reopen_batches()
             at = {"sample": self.progress.next_sample, "steps_left": self.steps_left}
             self.event(events.Resumed(changes=changes, **at, **size))
         elif self.branch:  # take over another run's checkpoint
@@ -176,7 +176,6 @@ class Trainer:
         if in_use := kernels.in_use():
             self.event(in_use)
         self.journal.rewind(self.progress.step)
-        self.batches = self.open_batches()
         self.watch.shards.start()
         self.watchdog.begin()
         process.freeze_gc()
@@ -218,6 +217,11 @@ class Trainer:
         """Return the micro-batches of this rank from the next sample on."""
         return self._batches_from(self.progress.next_sample, self.progress.consumed_samples)
 
+    def reopen_batches(self) -> None:
+        """Read on from the next sample, after the progress has changed."""
+        self.batches.close()
+        self.batches = self.open_batches()
+
     def _batches_from(self, sample: int, consumed: int | None = None) -> data.BatchStream:
         where = {"start_sample": sample, "passed_over": self.progress.passed_over}
         return micro_batches(self.config, self.world, self.data.train, consumed, **where)
@@ -236,7 +240,7 @@ class Trainer:
             attempt, found = run_again(attempt, self.attempt_again, self.step.first_seen, self.watch.ranks)
         losses, update = attempt.losses, attempt.update
         verdict = self.watch.settle(attempt.seen, losses.loss, update.grad_norm, found, self.keeper.settled)
-        self.asked_to_stop = losses.asked_to_stop
+        self.asked_to_stop = bool(losses.reports.stop_requests)
         batch = self.batch
         self.progress.advance(self.batches.position, batch)
         seconds = self.journal.step_ends(self.progress.step)
@@ -261,10 +265,11 @@ class Trainer:
 
     def attempt(self) -> Attempt:
         """Run the step: the gradients of the next batch, and the update if nothing speaks against it."""
-        losses = self.step.gradients(self.batches, self.stop.asked, self.watch.shards.findings, self.batch)
+        reports = Reports(self.stop.asked, *self.watch.shards.findings)
+        losses = self.step.gradients(self.batches, reports, self.batch)
         batch = range(self.progress.next_sample, self.batches.position)
         new_phase = any(start in batch for start in self.data.train.schedule.starts)
-        seen = self.watch.look(self.progress.step + 1, losses.loss, losses.shards, new_phase)
+        seen = self.watch.look(self.progress.step + 1, losses.loss, losses.reports, new_phase)
         update = self.step.update() if seen.action is Action.APPLY else Update(applied=False, grad_norm=math.nan)
         return Attempt(losses, seen, update)
 
@@ -306,8 +311,7 @@ class Trainer:
             more = (self.config.training.guard.rewind_batches - 1) * self.batch
             now = [(max(self.progress.next_sample, first - more), end - 1)]
         self.progress.passed_over = [*before, *now]  # past its planned length the data goes on as planned
-        self.batches.close()
-        self.batches = self.open_batches()
+        self.reopen_batches()
         self.journal.rewind(step)
         self.event(events.Rewound(step=rewound_from, to=step, passed_over=now))
 

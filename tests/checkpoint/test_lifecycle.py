@@ -19,6 +19,7 @@ from megatron_blackmamba.checkpoint import (
     SaveError,
     common,
     manifest,
+    sharded,
 )
 from megatron_blackmamba.checkpoint.lifecycle import Checkpoints
 from megatron_blackmamba.config import load
@@ -84,7 +85,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(checkpoints, trainable):
     assert made.state(3) == state(3)
 
 
-def test_a_save_starts_no_server_and_leaves_megatron_core_its_queue(checkpoints):
+def test_save_starts_no_server_nor_takes_the_queue(checkpoints):
     """megatron-core would start a process for results; its own saves in this process need that."""
     save(checkpoints(), 1)
     assert not any("Manager" in child.name for child in multiprocessing.active_children())
@@ -323,6 +324,21 @@ def test_start_from_damaged_weights_is_refused(run, checkpoints, tmp_path):
     for path in (run.root, run.checkpoints, run.checkpoint(7)):
         with pytest.raises(DamagedCheckpoint, match=shard.name):
             made.load_weights(path)
+
+
+@pytest.mark.parametrize("read", [sharded.load, sharded.load_weights])
+def test_checkpoint_without_some_weights_is_refused_in_words(saved, place, read):
+    config = load("tiny", [*SMALL, "model.pattern=MEMEMM"])
+    more = make_trainable(config, build(config, place), place)
+    with pytest.raises(CheckpointError, match=r"step_00000007: refused: lacks [\w., ]+ and \d+ more of the model"):
+        read(saved.checkpoint(7), more.model, more.optimizer)
+
+
+def test_checkpoint_with_more_weights_is_refused_in_words(saved, place):
+    config = load("tiny", [*SMALL, "model.pattern=M"])
+    less = make_trainable(config, build(config, place), place)
+    with pytest.raises(CheckpointError, match=r"step_00000007: refused: holds [\w., ]+ and \d+ more, which the"):
+        sharded.load(saved.checkpoint(7), less.model, less.optimizer)
 
 
 def test_start_from_weights_with_code_is_refused(run, checkpoints, tmp_path):

@@ -32,7 +32,7 @@ def test_commands_import_extensions(tmp_path):
     assert done.returncode == 0 and "pattern: MA" in done.stdout, done.stderr
 
 
-def test_a_run_names_the_module_that_its_layers_need(tmp_path):
+def test_run_names_the_module_that_its_layers_need(tmp_path):
     train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=1", "training.global_batch=1")
     done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
     assert done.returncode == 0, done.stderr
@@ -100,6 +100,22 @@ def test_wrong_options_and_commands_are_explained(words, said, monkeypatch, caps
         line.partition("Did you mean '")[2].partition("'")[0] + "?" for line in lines if "Did you mean" in line
     ]
     assert [*suggested, *(line.rpartition(" ")[2].rstrip(".") for line in found)] == ([said] if said else [])
+
+
+def run_without(module, *words):
+    start = f"import sys; sys.modules['{module}'] = None; from megatron_blackmamba.__main__ import main; main()"
+    return subprocess.run([sys.executable, "-c", start, *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_chat_names_what_to_install():
+    done = run_without("starlette", "chat", "nowhere")
+    told = "blackmamba: starlette or uvicorn is missing: pip install -e '.[chat]'\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_commands_work_without_the_serving_package():
+    done = run_without("megatron_blackmamba.serving", "--help")
+    assert done.returncode == 0 and "generate" in done.stdout and "chat" not in done.stdout, done.stderr
 
 
 def commands(group, words=()):

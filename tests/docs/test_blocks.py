@@ -71,7 +71,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         "blackmamba data verify s3://",
     ),
     "to be stopped (tests/serving)": ("blackmamba chat MODEL",),
-    "other programs": ("llama-completion ", "ollama "),
+    "other programs": ("llama-completion ", "llama-server ", "ollama ", "vllm serve "),
 }
 
 

@@ -14,7 +14,7 @@ from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import RunConfig, load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLACEHOLDER = re.compile(r"…|\.\.\.| \| |[<>{]|(?<=[ =])[A-Z][A-Z_]*(?= |$)")
 MISTAKE = re.compile(r"^\| `blackmamba .*", re.MULTILINE)  # made by test_errors.py
 TAKES_A_RUN = {"config", "train", "plan", "launch"}

@@ -51,3 +51,8 @@ def test_every_page_is_in_the_menu():
     menu = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     assert menu == written | {"reference/commands.md", "reference/config.md"}
+
+
+def test_index_lists_every_page():
+    listed = set(re.findall(r"\]\(([\w-]+\.md)", (DOCS / "index.md").read_text()))
+    assert listed == {path.name for path in DOCS.glob("*.md")} - {"index.md"}

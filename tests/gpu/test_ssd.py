@@ -1,4 +1,4 @@
-"""The scan of Mamba-2 on a GPU, against its definition in float64, and mamba-ssm's kernels where they are installed."""
+"""The scan of Mamba-2 on a GPU against its definition in float64: PyTorch, Triton, and mamba-ssm where installed."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def results(tensors, reset, backend, dtype=None):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("backend", ["chunked", "mamba_ssm"])
+@pytest.mark.parametrize("backend", ["chunked", "triton", "mamba_ssm"])
 @pytest.mark.parametrize("length", [512, 333])
 def test_agrees_with_the_definition_in_value_and_gradient(backend, length, dtype, tolerance):
     if why_not := available_backends()[backend]:
@@ -40,3 +40,9 @@ def test_agrees_with_the_definition_in_value_and_gradient(backend, length, dtype
     for name, actual in results(*inputs, backend).items():
         error = (actual.double() - exact[name]).norm() / exact[name].norm()
         assert error < tolerance, f"{name} is off by {error:.1e}"
+
+
+def test_gradients_in_triton_are_bitwise_reproducible():
+    inputs = problem()
+    first, second = (results(*inputs, "triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -9,6 +9,8 @@ from megatron_blackmamba.ops.causal_conv1d import Inputs as ConvInputs
 from megatron_blackmamba.ops.causal_conv1d import reference as conv_reference
 from megatron_blackmamba.ops.selective_scan import Inputs as ScanInputs
 from megatron_blackmamba.ops.selective_scan import reference as scan_reference
+from megatron_blackmamba.ops.ssd import Inputs as SsdInputs
+from megatron_blackmamba.ops.ssd import reference as ssd_reference
 from tests.ops.far import CHANNELS, STRIDE, TOKENS, Far
 from tests.ops.implementations import CPP, assert_close, implementation
 
@@ -29,6 +31,12 @@ def conv_inputs(far):
     return ConvInputs(x, torch.randn(CHANNELS, 4, generator=g), torch.randn(CHANNELS, generator=g)), dy
 
 
+def ssd_inputs(far):
+    g = torch.Generator().manual_seed(0)
+    x, B, C, dy = (far(torch.randn(1, TOKENS, CHANNELS, generator=g)).unflatten(2, (2, -1)) for _ in range(4))
+    return SsdInputs(x, torch.randn(1, TOKENS, 2, generator=g), -torch.rand(2, generator=g), B, C, torch.ones(2)), dy
+
+
 def results(function, inputs, dy):
     given = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in inputs]
     outputs = function(type(inputs)(*given))
@@ -47,6 +55,10 @@ def far_results(operation, backend):
         if backend == "triton":
             from megatron_blackmamba.ops.selective_scan import triton as module
         function = module.scan
+    elif operation == "ssd":
+        from megatron_blackmamba.ops.ssd import triton as module
+
+        inputs, function = ssd_inputs, module.scan
     else:
         from megatron_blackmamba.ops.causal_conv1d import cpp
 
@@ -54,14 +66,21 @@ def far_results(operation, backend):
         if backend == "triton":
             from megatron_blackmamba.ops.causal_conv1d import triton as module
         function = module.convolve
-    far = Far()
-    with mock.patch.object(module, "empty_like_rows", far.like):
+    far, near = Far(), module.empty_like_rows
+
+    def like(x, dtype=None, channels=None):
+        whole = x[:, :, :1].expand(-1, -1, CHANNELS) if channels == CHANNELS else x
+        return far.like(whole, dtype) if whole.shape[2] == CHANNELS else near(x, dtype, channels)
+
+    with mock.patch.object(module, "empty_like_rows", like):
         return results(function, *inputs(far.of))
 
 
 def near_results(operation):
     if operation == "scan":
         return results(scan_reference.scan, *scan_inputs(torch.Tensor.double))
+    if operation == "ssd":
+        return results(ssd_reference.scan, *ssd_inputs(torch.Tensor.double))
     return results(conv_reference.convolve, *conv_inputs(torch.Tensor.double))
 
 
@@ -69,7 +88,7 @@ def test_the_last_tokens_lie_beyond_32_bits():
     assert (TOKENS - 1) * STRIDE > 2**31
 
 
-@pytest.mark.parametrize("operation", ["scan", "conv"])
+@pytest.mark.parametrize("operation", ["scan", "conv", "ssd"])
 def test_triton_kernels_reach_tokens_beyond_32_bits(interpreted, operation):
     assert_close(interpreted(far_results, operation, "triton"), near_results(operation), 1e-5)
 

@@ -216,7 +216,7 @@ def test_backward_keeps_only_the_inputs():
 def test_best_backend_that_can_is_chosen():
     tensors, _ = problem(L=3)
     assert torch.equal(call(tensors, None, "auto")[0], call(tensors, None)[0])
-    assert set(available_backends()) == {"mamba_ssm", "chunked", "reference"}
+    assert set(available_backends()) == {"triton", "mamba_ssm", "chunked", "reference"}
     assert available_backends()["chunked"] is None and available_backends()["reference"] is None
 
 

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.xdist_group("triton")
 KERNELS = {
     "selective_scan": {"segment_ends", "forward", "chunk_parts", "carry", "backward"},
     "selective_scan, recomputed": {"segment_ends", "forward", "chunk_parts", "carry", "backward"},
+    "ssd": {"sum_steps", "pass_states", "outputs", "of_heads", "of_groups"},
     "causal_conv1d": {"convolve_forward", "convolve_backward"},
     "sinkhorn": {"_find_offsets", "_choose"},
     "sinkhorn, large": {"_sum_columns", "_choose"},
@@ -27,8 +28,10 @@ KERNELS = {
         *("route", "gated_in_rows", "add_expert_rows"),
     },
 }
-FROM_HOPPER_ON = ("fp8",)
-SPILLED = {("forward", 90): 16}
+FROM_HOPPER_ON = ("fp8", "ssd")
+"""Compiled for sm_90 alone: older GPUs have no FP8, and registers of `ssd` are counted there only."""
+TILES = ("_rows", "pass_states", "outputs", "of_heads", "of_groups")
+SPILLED = {("forward", 90): 16, ("of_heads", 90): 64}
 """Bytes that a kernel stores outside its loop, for registers that its loop needs; all others store none."""
 
 SHARED_BY_TILES = 160 * 1024
@@ -37,19 +40,21 @@ SHARED_BY_TILES = 160 * 1024
 
 @pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
 def kernels(request):
-    return {name: kernels_of(launch, request.param) for name, launch in OPERATIONS.items()}
+    names = [name for name in OPERATIONS if request.param >= 90 or name not in FROM_HOPPER_ON]
+    return {name: kernels_of(OPERATIONS[name], request.param) for name in names}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
-    if operation in FROM_HOPPER_ON and not kernels[operation]:
+    if operation not in kernels:
         return
     assert {kernel.name for kernel in kernels[operation]} == KERNELS[operation]
     for kernel in kernels[operation]:
         spilled = SPILLED.get((kernel.name, kernel.arch), 0)
         assert kernel.spilled_bytes <= spilled, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
         assert kernel.loop.count("LDL", "STL") == 0, f"{kernel.name} spills in its loop on sm_{kernel.arch}"
-        assert kernel.shared_bytes <= (SHARED_BY_TILES if kernel.name.endswith("_rows") else 8192)
+        assert kernel.shared_bytes <= (SHARED_BY_TILES if kernel.name.endswith(TILES) else 8192)
+        assert kernel.loop.count("RED", "ATOM") == 0
 
 
 POINTER = re.compile(r"(%\S+) = (?:tt\.(?:addptr|splat|broadcast|expand_dims|bitcast)|ttg\.convert_layout) (%[\w#]+)")

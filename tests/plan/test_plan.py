@@ -349,7 +349,7 @@ def test_plan_and_training_refuse_the_same_data(tmp_path, override, complaint):
         build_data(run.data, vocab_size=run.model.vocab_size, total_samples=1, eod_reset=run.model.eod_reset)
 
 
-def test_repeated_sources_and_wide_tensor_ranks_are_warned_of(tmp_path):
+def test_repeated_sources_and_wide_tensor_ranks_give_warnings(tmp_path):
     def warned(*arguments):
         done = CliRunner().invoke(app, ["plan", "tiny", *overrides, *arguments, "--check"])
         assert done.exit_code == 0, done.exception

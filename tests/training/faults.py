@@ -200,6 +200,20 @@ class Recording(Spike):
         return verdict
 
 
+class OpenStreams(Trainer):
+    """The end of the run leaves a file that says how often batches were opened, and how many are still open."""
+
+    def open_batches(self):
+        self.streams = [*getattr(self, "streams", ()), super().open_batches()]
+        return self.streams[-1]
+
+    def end(self, outcome):
+        ended = super().end(outcome)
+        left = sum(not stream._pool._shutdown for stream in self.streams)
+        (Path(self.config.folder) / "streams").write_text(f"{len(self.streams)} opened, {left} open")
+        return ended
+
+
 class Shift(Trainer):
     """From one batch on, all text is in another language."""
 

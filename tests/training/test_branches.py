@@ -22,7 +22,7 @@ from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched, Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan.estimate import make_plan, storage_of
-from megatron_blackmamba.report.comparison import read_all, trunks
+from megatron_blackmamba.report.comparison_figures import read_all, trunks
 from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import overviews
 from megatron_blackmamba.report.page import loss as drawn_loss
@@ -179,7 +179,7 @@ def killed(forks, folder, mixture, overrides, places, then=lambda: None):
 
 
 @thorough
-def test_kills_in_warm_up_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
+def test_kills_in_warmup_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
     """The trunk keeps the branch's checkpoint, though it keeps only its last one, until the branch has its own."""
     ours, other = tmp_path / "trunk", tmp_path / "branch"
     trunk_run = RunFolder(ours / "run")

@@ -103,6 +103,13 @@ def test_bf16_with_sharded_optimizer_resumes_bit_for_bit(forks, tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_resumed_run_closes_all_batches_it_opened(forks, copy_of_half):
+    overrides = [*ON_TWO, "training.stop_after_steps=11", "data.workers=1"]
+    job = forks.run(copy_of_half, overrides, trainer="OpenStreams")
+    assert job.wait() == [0, 0], job.output()
+    assert (copy_of_half / "streams").read_text() == "2 opened, 0 open"
+
+
 def test_other_model_is_refused_without_touching_the_run(forks, copy_of_half):
     run = RunFolder(copy_of_half / "run")
     for marker in (run.requeue, run.failed):
@@ -151,7 +158,7 @@ def test_weights_of_another_run_start_a_new_run(forks, half, tmp_path):
     assert first["loss"] < metrics(half)[7]["loss"] < fresh["loss"]
 
 
-def test_ranks_start_from_one_checkpoint_of_a_run_that_trains(forks, tmp_path):
+def test_ranks_start_from_one_checkpoint_of_training_run(forks, tmp_path):
     source = RunFolder(tmp_path / "source/run")
     job = forks.run(tmp_path / "source", [*SMALL, "checkpoint.every=1", "training.stop_after_steps=2"], ranks=1)
     assert job.wait() == [0], job.output()

@@ -13,6 +13,7 @@ from megatron_blackmamba.cli import app
 from megatron_blackmamba.formats.events import Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import write_report
+from megatron_blackmamba.trace import ranks
 from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import Steps, TraceError
 from tests.training.runs import events_of, metrics
@@ -29,12 +30,26 @@ def run(forks, raw, tmp_path_factory):
         *("training.evaluate_every=0", "checkpoint.every=10", "training.guard.spike=rewind", "parallel.expert=1"),
         *("training.guard.spike_window=8", "training.guard.spike_deviations=6", f"training.tokens={16 * 16 * 90}"),
     ]
-    for ranks, more in (
+    for count, more in (
         (1, ["training.global_batch=16", "training.stop_after_steps=35"]),
         (2, ["training.global_batch=24", "resume.allow=[training.global_batch]", "training.micro_batch=3"]),
     ):
-        job = forks.run(folder, [*common, *more], trainer="Recording", ranks=ranks)
-        assert job.wait() == [0] * ranks, job.output()
+        job = forks.run(folder, [*common, *more], trainer="Recording", ranks=count)
+        assert job.wait() == [0] * count, job.output()
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def run_in_parts(forks, raw, tmp_path_factory):
+    """A run of four ranks, two for each sequence."""
+    folder = tmp_path_factory.mktemp("parts")
+    overrides = [
+        *("data.kind=mixture", f"data.mixture={raw}/mixture.yaml", "data.sequence_length=16", "model.vocab_size=320"),
+        *("training.evaluate_every=0", "training.global_batch=8", "training.micro_batch=2", "training.steps=3"),
+        *("parallel.context=2", "parallel.expert=2"),
+    ]
+    job = forks.run(folder, overrides, trainer="Recording", ranks=4)
+    assert job.wait() == [0] * 4, job.output()
     return folder / "run"
 
 
@@ -103,6 +118,29 @@ def test_the_command_prints_step_and_document(run, read):
     assert f"=== sample {samples[0]}: " in printed.stdout
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_rank_s_trace_equals_the_tokens_it_read(run_in_parts, rank):
+    words = ["data", "trace", str(run_in_parts), "--step", "3", "--rank", str(rank), "--json"]
+    printed = CliRunner().invoke(app, words)
+    assert printed.exit_code == 0, printed.exception
+    traced = [
+        [each["sample"], *(i for piece in each["documents"] for i in piece["ids"])]
+        for each in json.loads(printed.stdout)["samples"]
+    ]
+    assert traced == torch.load(run_in_parts / f"read_3_{rank}.pt").tolist()
+    named = CliRunner().invoke(app, [*words, "--layout", "cp2,ep2", "--processes", "4"])
+    assert named.stdout == printed.stdout
+
+
+def test_ranks_of_another_layout_share_a_batch(run):
+    tracer, read, size = Tracer(run), [], 16
+    samples = tracer.steps.samples_of(50)
+    for rank in range(8):
+        share = ranks.share_of(tracer.config, samples, rank, ranks.parse_layout("tp2,ep2,cp2"), 8)
+        read += [(sample, place) for sample, _ in share.numbered() for place in range(size)[share.here]]
+    assert sorted(read) == sorted(2 * [(sample, place) for sample in samples for place in range(size)])  # two by TP
+
+
 def test_the_report_names_the_trace_of_a_spike(run):
     (spike,) = events_of(run.parent, Spike)
     first, last = spike.samples[0]
@@ -118,6 +156,11 @@ def test_the_report_names_the_trace_of_a_spike(run):
         (["--step", "9999"], "step 9999 is not in metrics.jsonl, which has steps 1 to"),
         ([], "name one of --step N"),
         (["--step", "1", "--sample", "16"], "the batch has 16 samples"),
+        (["--step", "1", "--rank", "2"], "2 processes have ranks 0 to 1"),
+        (["--samples", "1-2", "--rank", "0"], "name its step"),
+        (["--step", "1", "--layout", "tp2"], "name it with --rank N"),
+        (["--step", "1", "--rank", "0", "--layout", "dp2"], "'dp2' is none of tpN, ppN, cpN, epN, etpN"),
+        (["--step", "1", "--rank", "0", "--layout", "tp2", "--processes", "3"], "3 processes"),
         (["--samples", "9-3"], "give a first and a last sample"),
         (["--samples", "8-99999"], "sample 99999 has not been read: the run has read samples 0 to "),
         (["--document", "web.jsonl:8"], "the file has no such record, or it was skipped"),

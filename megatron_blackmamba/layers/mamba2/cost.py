@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.mamba2.kind import sizes
 
@@ -53,13 +53,32 @@ class Mamba2Cost(Cost):
         return at.here * at.width * at.model.hidden_size + each // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, or the needs of PyTorch's scan or of the gated norm."""
+        """Return the gradients of what it keeps, or the needs of the scan or of the gated norm."""
         from megatron_blackmamba.ops.ssd import costs
 
         I, H, GN = (number // at.tensor for number in sizes(at.model))
-        scan = costs.working(at, I, H, GN, at.model.mamba2.state_size)
+        N = at.model.mamba2.state_size
+        if costs.in_triton(at, I // H, N):
+            scan = costs.working_in_triton(at, I, H, GN // N, N)
+        else:
+            scan = costs.working(at, I, H, GN, N)
         norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
         return max(self.kept(at), scan, norm)
+
+    def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
+        """Count projections, convolution, scan and norm where the scan runs in Triton."""
+        from megatron_blackmamba.ops.ssd import costs
+
+        I, H, GN = (number // at.tensor for number in sizes(at.model))
+        D, N = at.model.hidden_size, at.model.mamba2.state_size
+        if not costs.in_triton(at, I // H, N):
+            return super().work(at)
+        projections = [Work(at.width * at.whole * (D + X), 2 * D * X * at.whole) for X in (2 * I + 2 * GN + H, I)]
+        convolved, gated = at.width * at.whole * (I + 2 * GN), at.width * at.whole * I
+        forward, backward = costs.work_in_triton(at, I, N)
+        forward = [*projections, Work(2 * convolved), *forward, Work(3 * gated), Work(launches=SMALL_KERNELS[0])]
+        backward = [*projections, *projections, Work(4 * convolved), *backward, Work(6 * gated)]
+        return forward, [*backward, Work(launches=SMALL_KERNELS[1])]
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.

@@ -38,6 +38,7 @@ class Mamba3Mixer(MegatronModule):
         model = config.described
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
+        self.backend = "triton" if config.kernels.ssd == "triton" else "chunked"
         ranks = self.tp_group.size()
         whole = in_proj(model)
         self.rows = whole.share(ranks)
@@ -80,5 +81,5 @@ class Mamba3Mixer(MegatronModule):
         return whole
 
     def _scan(self, reset_BS: Tensor | None, x: Tensor, rates: Rates, B: Tensor, C: Tensor) -> Tensor:
-        biases = (self.B_bias, self.C_bias, self.D)
-        return mamba3(x, rates, B, C, *biases, mix_HRP=self.mimo_x, reset_BL=reset_BS, group=self.context)[0]
+        how = {"reset_BL": reset_BS, "group": self.context, "backend": self.backend}
+        return mamba3(x, rates, B, C, self.B_bias, self.C_bias, self.D, mix_HRP=self.mimo_x, **how)[0]

@@ -17,10 +17,9 @@ from megatron_blackmamba.ops.decoding.triton_shared import (
     dot,
     let_next_start,
     load_each,
-    narrowed,
     wait_for_previous,
 )
-from megatron_blackmamba.ops.triton_math import sigmoid
+from megatron_blackmamba.ops.triton_math import narrowed, sigmoid
 
 
 @triton.jit

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_blackmamba.ops.triton_math import LOG2E, sigmoid, softplus
-
-INVERSE_ROOT_2 = tl.constexpr(0.7071067811865476)
+from megatron_blackmamba.ops.triton_math import INVERSE_ROOT_2, LOG2E, narrowed, sigmoid, softplus
 
 
 @triton.jit
@@ -34,22 +32,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     def dot(x, y, sums):
         return tl.dot(x.to(tl.float32), y.to(tl.float32), sums)  # the interpreter takes bf16 for integers
 
-    @triton.jit
-    def narrowed(x, dtype: tl.constexpr):
-        if dtype == tl.bfloat16:  # the interpreter cuts digits off
-            bits = x.to(tl.int32, bitcast=True)
-            x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-        return x.to(dtype)
-
 else:
 
     @triton.jit
     def dot(x, y, sums):
         return tl.dot(x, y, sums, input_precision="ieee")
-
-    @triton.jit
-    def narrowed(x, dtype: tl.constexpr):
-        return x.to(dtype)
 
 
 @triton.jit

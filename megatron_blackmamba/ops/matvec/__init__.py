@@ -55,8 +55,9 @@ def product(x: Tensor, weight_OI: Tensor) -> Tensor:
     """
     x_BI = x.flatten(0, -2)
     B, slow = x_BI.shape[0], weight_OI.dtype == torch.bfloat16 and not bf16_products()
-    if why_not_cpp(weight_OI, x_BI) is None and (SEVERAL if slow else FEW) >= B:
-        y_BO = matvec(weight_OI, x_BI)
+    cpp = backends.find(__name__, "cpp", weight_OI, x_BI)
+    if cpp and (SEVERAL if slow else FEW) >= B:
+        y_BO = cpp.matvec(weight_OI, x_BI, None)
     elif slow and x.device.type == "cpu":
         y_BO = F.linear(x_BI.float(), weight_OI.float()).to(x.dtype)
     else:
@@ -71,7 +72,7 @@ def bf16_products() -> bool:
     if allowed not in ("DEFAULT", "ALL") and not any(name in allowed for name in ("BF16", "FP16", "AMX", "AVX10")):
         return False
     cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    flags = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     x86 = "\nflags" in flags
     return not x86 or any(name in flags for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert"))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Inputs", "available_backends", "ssd", "ssd_step"]
 
-BACKENDS = ("mamba_ssm", "chunked", "reference")  # best first, each where it applies
+BACKENDS = ("triton", "mamba_ssm", "chunked", "reference")  # best first, each where it applies
 
 
 class Options(TypedDict, total=False):

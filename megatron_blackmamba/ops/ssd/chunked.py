@@ -12,6 +12,7 @@ Shapes: B batch, L length, H heads, P channels of a head, G groups, E heads of a
 K chunks of a segment, J = K + 1, T and S tokens of a chunk, U and V rows: R for each token (1 but for Mamba-3).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,18 +27,13 @@ CHUNK = 64
 DECAYS = {"cpu": 2**18, "cuda": 2**24}
 """Decays of a segment, if one chunk does not have more: they stay in a CPU's cache, and occupy a GPU."""
 
-
-def unavailable() -> str | None:
-    return None
-
-
-def unsupported(inputs: Inputs) -> str | None:
-    return None
+Segment = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+"""Returns the outputs of a segment and the state behind it, given its inputs and the state before it."""
 
 
-def scan(inputs: Any) -> tuple[Tensor, Tensor]:
-    """Scan the inputs of `ssd` or of Mamba-3."""
-    return _Scan.apply(type(inputs), *inputs)
+def scan(inputs: Any, segment: Segment | None = None) -> tuple[Tensor, Tensor]:
+    """Scan the inputs of `ssd` or of Mamba-3, with another function for the segments if given."""
+    return _Scan.apply(segment or _segment, type(inputs), *inputs)
 
 
 @torch.no_grad()
@@ -51,14 +47,14 @@ def final_state(inputs: Inputs) -> Tensor:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kind, *inputs):
-        ctx.kind = kind
+    def forward(ctx, segment, kind, *inputs):
+        ctx.segment, ctx.kind = segment, kind
         ctx.save_for_backward(*inputs)
         inputs = kind(*inputs)
         x_BLI, R, state = inputs.x_BLHP.flatten(2), inputs.rows, _start(inputs)
         y_BLI = empty_like_rows(x_BLI) if R == 1 else x_BLI.new_empty(*x_BLI.shape[:2], R * x_BLI.shape[2])
         for part in _segments(inputs):
-            y, state = _segment(_cut(inputs, part), state)
+            y, state = segment(_cut(inputs, part), state)
             y_BLI[:, part] = y.flatten(2)
         return y_BLI.unflatten(2, y.shape[2:]), state
 
@@ -72,7 +68,8 @@ class _Scan(torch.autograd.Function):
             starts.append(_states(at, starts[-1])[1])
         grads = {name: torch.zeros_like(x) for name, x in inputs._asdict().items() if _has_gradient(x)}
         for part, start in zip(reversed(parts), reversed(starts), strict=True):
-            found, grad_state_BHPN = _gradients(_cut(inputs, part), start, grad_y_BLHP[:, part], grad_state_BHPN)
+            grads_of_outputs = grad_y_BLHP[:, part], grad_state_BHPN
+            found, grad_state_BHPN = _gradients(ctx.segment, _cut(inputs, part), start, grads_of_outputs)
             for name, grad in found.items():
                 if _per_token(name):
                     grads[name][:, part] = grad
@@ -81,19 +78,19 @@ class _Scan(torch.autograd.Function):
             del found  # before the next segment
         if inputs.initial_state_BHPN is not None:
             grads["initial_state_BHPN"] = grad_state_BHPN.to(inputs.initial_state_BHPN.dtype)
-        return None, *(grads.get(name) for name in inputs._fields)
+        return None, None, *(grads.get(name) for name in inputs._fields)
 
 
 def _gradients(
-    inputs: Inputs, start: Tensor, grad_y_BLHP: Tensor, grad_state_BHPN: Tensor
+    segment: Segment, inputs: Inputs, start: Tensor, grads_of_outputs: tuple[Tensor, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return the gradients of a segment's inputs, and of the state before it; nothing else of the segment stays."""
     leaves: dict[str, Any] = {name: _leaf(x) for name, x in inputs._asdict().items()}
     start = start.detach().requires_grad_()
     with torch.enable_grad():
-        outputs = _segment(type(inputs)(**leaves), start)
+        outputs = segment(type(inputs)(**leaves), start)
     wanted = {name: x for name, x in leaves.items() if _has_gradient(x)}
-    grad_start, *found = torch.autograd.grad(outputs, [start, *wanted.values()], (grad_y_BLHP, grad_state_BHPN))
+    grad_start, *found = torch.autograd.grad(outputs, [start, *wanted.values()], grads_of_outputs)
     return dict(zip(wanted, found, strict=True)), grad_start.clone()  # a view of the gradients of all chunks
 
 
@@ -155,14 +152,16 @@ class _Chunks(NamedTuple):
 
 def _chunks(inputs: Inputs, compute: torch.dtype, outputs: bool) -> _Chunks:
     """Cut a segment into chunks."""
-    T = min(_length(inputs), inputs.x_BLHP.shape[1])
-    cut: Any = {
-        name: x if x is None else x.unflatten(1, (-1, T)) for name, x in inputs._asdict().items() if _per_token(name)
-    }
-    inputs = inputs._replace(**cut)
+    inputs = in_chunks(inputs, min(_length(inputs), inputs.x_BLHP.shape[1]))
     terms = inputs.terms(compute, outputs)
     document_BKT = None if inputs.reset_BL is None else inputs.reset_BL.cumsum(dim=2)
     return _Chunks(terms, terms.steps_BKTH.transpose(2, 3), document_BKT)
+
+
+def in_chunks(inputs: Any, T: int) -> Any:
+    """Return inputs with chunks of T tokens, `[B, K, T, ...]`."""
+    fields = {name: x for name, x in inputs._asdict().items() if _per_token(name)}
+    return inputs._replace(**{name: x if x is None else x.unflatten(1, (-1, T)) for name, x in fields.items()})
 
 
 def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +185,8 @@ def _segment(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     found_BKUHP = found_BKGUF.transpose(2, 3).reshape(y_BKUHP.shape)
     y_BKUHP = torch.addcmul(y_BKUHP, found_BKUHP, at.each_row(since_start_BKHT))
     if terms.skip_H is not None:
-        y_BKUHP = _with_own_token(y_BKUHP, scores_BKGUV, terms, terms.skip_H)
+        of_tokens = scores_BKGUV.unflatten(4, (-1, R)).unflatten(3, (-1, R)).diagonal(dim1=3, dim2=5)
+        y_BKUHP = with_own_token(y_BKUHP, of_tokens.movedim(-1, 3), terms)
     y_BLHP = y_BKUHP.flatten(1, 2).to(inputs.x_BLHP.dtype)
     return y_BLHP if R == 1 else y_BLHP.unflatten(1, (-1, R)), end_BHPN
 
@@ -196,20 +196,17 @@ def _each_pair(x_HTS: Tensor, R: int) -> Tensor:
     return x_HTS if R == 1 else x_HTS.repeat_interleave(R, dim=-2).repeat_interleave(R, dim=-1)
 
 
-def _with_own_token(y_BKUHP: Tensor, scores_BKGUV: Tensor, terms: Terms, skip_H: Tensor) -> Tensor:
-    """Add to outputs what their own token's input contributes besides the state."""
-    input_BKUHP, less_BKHT, skip = terms.input_BKUHP, terms.less_BKHT, skip_H[:, None]
-    assert input_BKUHP is not None
+def with_own_token(y_BKUHP: Tensor, scores_BKGTRR: Tensor, terms: Terms) -> Tensor:
+    """Add to outputs what their own token's input contributes besides the state, given its scores."""
+    input_BKUHP, less_BKHT, skip_H = terms.input_BKUHP, terms.less_BKHT, terms.skip_H
+    assert input_BKUHP is not None and skip_H is not None
     if less_BKHT is None:
-        return torch.addcmul(y_BKUHP, input_BKUHP, skip)
-    R = scores_BKGUV.shape[3] // less_BKHT.shape[3]
+        return torch.addcmul(y_BKUHP, input_BKUHP, skip_H[:, None])
+    less_BKHTRR, R = less_BKHT[..., None, None] * scores_BKGTRR, scores_BKGTRR.shape[-1]
     if R == 1:
-        less_BKHT = less_BKHT * scores_BKGUV.diagonal(dim1=3, dim2=4)
-        return torch.addcmul(y_BKUHP, input_BKUHP, skip - less_BKHT.transpose(2, 3)[..., None])
-    scores_BKHRRT = scores_BKGUV.unflatten(4, (-1, R)).unflatten(3, (-1, R)).diagonal(dim1=3, dim2=5)
-    less_BKHTRR = (less_BKHT[:, :, :, None, None] * scores_BKHRRT).movedim(-1, 3)
+        return torch.addcmul(y_BKUHP, input_BKUHP, skip_H[:, None] - less_BKHTRR[..., 0].transpose(2, 3))
     less_BKHUP = (less_BKHTRR @ input_BKUHP.transpose(2, 3).unflatten(3, (-1, R))).flatten(3, 4)
-    return torch.addcmul(y_BKUHP, input_BKUHP, skip) - less_BKHUP.transpose(2, 3)
+    return torch.addcmul(y_BKUHP, input_BKUHP, skip_H[:, None]) - less_BKHUP.transpose(2, 3)
 
 
 def _decays(steps_HT: Tensor, document_T: Tensor | None) -> Tensor:

@@ -3,7 +3,7 @@
 Shapes: B batch, L length of the part, H heads, P channels of a head, G groups of heads, N state.
 """
 
-from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.ops.context import Summary, scan_part
-from megatron_blackmamba.ops.ssd import Inputs, backend_for
-from megatron_blackmamba.ops.ssd.chunked import final_state
+from megatron_blackmamba.ops.ssd import Inputs, backend_for, chunked
 
 
 def ssd_part(
@@ -34,17 +33,17 @@ def ssd_part(
     """
 
     inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, None, reset_BL)
-    return scan_cut(backend_for(inputs, backend).scan, inputs, group)
+    return scan_cut(backend_for(inputs, backend), inputs, group)
 
 
-def scan_cut(backend: Callable[[Any], tuple[Tensor, Tensor]], inputs: Any, group: dist.ProcessGroup) -> Tensor:
+def scan_cut(backend: ModuleType, inputs: Any, group: dist.ProcessGroup) -> Tensor:
     """Return the outputs of this rank's part, scanned by `backend`; for the inputs of `ssd` or of Mamba-3."""
 
     def scan(part: Any, start: Tensor) -> tuple[Tensor, Tensor]:
-        return backend(part._replace(initial_state_BHPN=start))
+        return backend.scan(part._replace(initial_state_BHPN=start))
 
     def summarise(part: Any) -> Summary:
-        return decay_of_part(part), final_state(part)
+        return decay_of_part(part), getattr(backend, "final_state", chunked.final_state)(part)
 
     return scan_part(scan, summarise, group, inputs)
 

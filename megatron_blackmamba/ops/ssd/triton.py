@@ -9,52 +9,64 @@ Shapes: B batch, L length, H heads, P channels of a head, G groups of heads, N s
 K chunks, U rows: L * R.
 """
 
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.gradients import first_order
-from megatron_blackmamba.ops.library import empty_like_rows
-from megatron_blackmamba.ops.ssd import triton_backward, triton_forward
+from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
+from megatron_blackmamba.ops.ssd import chunked, triton_backward, triton_forward
+from megatron_blackmamba.ops.ssd.chunked import CHUNK
+from megatron_blackmamba.ops.ssd.costs import STATES, WIDEST, heads_of_program
 from megatron_blackmamba.ops.ssd.inputs import Inputs
-from megatron_blackmamba.ops.triton_support import interpreted, too_long, unavailable
+from megatron_blackmamba.ops.triton_support import GRID
 
-__all__ = ["final_state", "scan", "unavailable", "unsupported"]
-
-CHUNK = 64
-"""Rows of a chunk: a tile of 64 x 64 decays takes 32 registers of a thread in four warps."""
-WIDEST = 128
-"""Channels of a head, and its state."""
-STATES = 64 * 128
-"""Numbers of a state that four warps hold, 64 in each thread."""
-PROGRAMS = 4 * 132
-"""Programs that fill an H100 or H200 evenly."""
+TAKES = Takes("cuda", UP_TO_FP32)
+TILE = 64 * 128
+"""Numbers of a state that four warps hold in `pass_states`, 64 in each thread."""
 OUTPUT_HEADS = 4
 """Heads of a program of outputs: they share the products of B and C."""
 BLOCK_H = 16
 
 
-def unsupported(inputs: Inputs) -> str | None:
-    x_BLHP, N = inputs.x_BLHP, inputs.state_size
-    if not x_BLHP.is_cuda and not interpreted():
-        return "the tensors are not on a CUDA device"
-    if x_BLHP.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"computes in float32, the input is {x_BLHP.dtype}"
-    if max(x_BLHP.shape[3], N) > WIDEST:
-        return f"heads have at most {WIDEST} channels and states, not {x_BLHP.shape[3]} and {N}"
-    if x_BLHP.numel() == 0 or N == 0:
+def unsupported(inputs: Any) -> str | None:
+    """Return why the kernels do not scan the inputs of `ssd` or of Mamba-3, or None."""
+    (B, _, H, P), N = inputs.x_BLHP.shape, inputs.state_size
+    if max(P, N) > WIDEST:
+        return f"heads have at most {WIDEST} channels and states, not {P} and {N}"
+    if CHUNK % inputs.rows:
+        return f"the rows of a token divide {CHUNK}, not {inputs.rows}"
+    if inputs.x_BLHP.numel() == 0 or N == 0:
         return "the input is empty"
-    return too_long(x_BLHP.shape[0], 1, 1) or too_long(x_BLHP.shape[2], 1, 1)
+    return f"at most {GRID:,} sequences, and half as many heads" if max(B, 2 * H) > GRID else None
 
 
-def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    return _Scan.apply(1, *inputs)
+def scan(inputs: Any) -> tuple[Tensor, Tensor]:
+    """Scan the inputs of `ssd`, or those of Mamba-3 in segments."""
+    return _Scan.apply(1, *inputs) if isinstance(inputs, Inputs) else chunked.scan(inputs, _segment)
 
 
 @torch.no_grad()
-def final_state(inputs: Inputs) -> Tensor:
+def final_state(inputs: Any) -> Tensor:
     """Return the state behind the last token, at a part of the cost of a scan."""
-    return _states(_Problem(1, inputs), save=False)[1]
+    if isinstance(inputs, Inputs):
+        return _states(_Problem(1, inputs), save=False)[1]
+    return chunked.final_state(inputs)
+
+
+def _segment(inputs: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a segment of Mamba-3, and the state behind it; what is not the scan stays in PyTorch."""
+    R, terms = inputs.rows, chunked.in_chunks(inputs, inputs.x_BLHP.shape[1]).terms(state.dtype, outputs=True)
+    wide = (terms.x_BKUHP, terms.B_BKGUN.transpose(2, 3), terms.C_BKGUN.transpose(2, 3))
+    x, B, C = (v[:, 0].to(inputs.x_BLHP.dtype) for v in wide)
+    y_BUHP, end_BHPN = _Scan.apply(R, x, terms.steps_BKTH[:, 0], None, B, C, None, None, state, inputs.reset_BL)
+    B, C = (v.unflatten(3, (-1, R)) for v in (terms.B_BKGUN, terms.C_BKGUN))
+    own = (C * B).sum(-1, keepdim=True) if R == 1 else C @ B.mT
+    y_BLHP = chunked.with_own_token(y_BUHP[:, None], own, terms)[:, 0].to(inputs.x_BLHP.dtype)
+    return y_BLHP if R == 1 else y_BLHP.unflatten(1, (-1, R)), end_BHPN
 
 
 class _Scan(torch.autograd.Function):
@@ -66,12 +78,13 @@ class _Scan(torch.autograd.Function):
         with torch.cuda.device_of(inputs.x_BLHP):
             p = _Problem(R, inputs)
             states, end_BHPN = _states(p)
-            y = empty_like_rows(p.x.flatten(2)).unflatten(2, p.x.shape[2:])
+            wide = torch.float32 if p.A_H is None else None  # Mamba-3 adds to it
+            y = _like(p.x, wide)
             share = min(OUTPUT_HEADS, p.sizes["HEADS"])
             triton_forward.outputs[(p.chunks, p.batch, p.G * triton.cdiv(p.sizes["HEADS"], share))](
                 p.x, p.B, p.C, p.or_x(p.D_H), *p.sums, states, y, p.rows, *_strides(p.x, p.B, p.C, y), p.chunks,
                 **p.sizes, **p.blocks, SHARE=share, R=R, WEIGHTED=p.A_H is not None, HAS_D=p.D_H is not None,
-                num_warps=4,
+                num_warps=4, num_stages=3 if p.narrow else 1,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.R = R
@@ -83,10 +96,10 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, dy, dend_BHPN):
         inputs = Inputs(*ctx.saved_tensors)
         p = _Problem(ctx.R, inputs)
-        dy = torch.zeros_like(p.x) if dy is None else _unit_stride(dy)
+        dy = torch.zeros_like(p.x) if dy is None else with_channels_contiguous(dy)
         states, _ = _states(p)
         dends, dstart_BHPN = _states(p, dy, dend_BHPN)
-        dx, drate = empty_like_rows(p.x.flatten(2)).unflatten(2, p.x.shape[2:]), empty_like_rows(p.rate)
+        dx, drate = _like(p.x), empty_like_rows(p.rate)
         parts_BKMH = p.new(p.batch, p.chunks, 3, p.H)
         triton_backward.of_heads[(p.chunks, p.batch, p.H)](
             p.x, p.B, p.C, p.rate, p.or_x(p.A_H), p.or_x(p.D_H), p.or_x(p.bias_H), *p.sums, states, dends, dy,
@@ -94,21 +107,23 @@ class _Scan(torch.autograd.Function):
             *p.rate.stride()[:2], *drate.stride()[:2], p.chunks, **p.sizes, **p.blocks, R=p.R,
             FROM_DT=p.A_H is not None, HAS_BIAS=p.bias_H is not None, HAS_D=p.D_H is not None, num_warps=4,
         )  # fmt: skip
-        heads, block_n = p.sizes["HEADS"], min(p.blocks["BLOCK_N"], CHUNK)
+        heads, block_n = p.sizes["HEADS"], min(p.blocks["BLOCK_N"], STATES)
         blocks = triton.cdiv(p.N, block_n)
-        share = min(heads, triton.cdiv(p.chunks * p.batch * p.G * blocks * heads, PROGRAMS))
+        share = heads_of_program(p.chunks * p.batch, p.G, heads, p.N)
         shares = triton.cdiv(heads, share)
         sums = torch.float32 if shares > 1 else p.products
-        dB, dC = (empty_like_rows(v.flatten(2), sums, p.G * shares * p.N) for v in (p.B, p.C))
+        dB, dC = (_like(v, sums, shares) for v in (p.B, p.C))
         triton_backward.of_groups[(p.chunks, p.batch, p.G * shares * blocks)](
             p.x, p.B, p.C, *p.sums, states, dends, dy, dB, dC, p.rows, *_strides(p.x, p.B, p.C, dy),
             *dB.stride()[:2], *dC.stride()[:2], p.chunks, **p.sizes, BLOCK_P=p.blocks["BLOCK_P"], BLOCK_N=block_n,
-            SHARE=share, R=p.R, WEIGHTED=p.A_H is not None, num_warps=4, num_stages=2,
+            SHARE=share, R=p.R, WEIGHTED=p.A_H is not None, num_warps=4, num_stages=2 if p.narrow else 1,
         )  # fmt: skip
         found = dict(zip(("A_H", "D_H", "dt_bias_H"), parts_BKMH.sum((0, 1)), strict=True))
         found |= {"x_BLHP": dx, "dt_BLH": drate, "initial_state_BHPN": dstart_BHPN}
-        for name, parts in (("B_BLGN", dB), ("C_BLGN", dC)):
-            found[name] = parts.unflatten(2, (p.G, shares, p.N)).sum(3) if shares > 1 else parts.unflatten(2, (p.G, -1))
+        for name, parts, like in (("B_BLGN", dB, p.B), ("C_BLGN", dC, p.C)):
+            found[name] = parts
+            if shares > 1:
+                found[name] = torch.sum(parts.unflatten(2, (p.G, shares)), 3, out=_like(like, torch.float32))
         given = inputs._asdict()
         return None, *(
             found[name].to(given[name].dtype) if needed else None
@@ -121,13 +136,14 @@ class _Problem:
 
     def __init__(self, R: int, inputs: Inputs) -> None:
         x, rate, A_H, B, C, D_H, bias_H, start, reset_BL = inputs
-        self.R, self.x, self.rate, self.B, self.C = R, *(_unit_stride(v) for v in (x, rate, B, C))
+        self.R, self.x, self.rate, self.B, self.C = R, *(with_channels_contiguous(v) for v in (x, rate, B, C))
         self.A_H, self.D_H, self.bias_H, self.start = (
             None if v is None else v.float().contiguous() for v in (A_H, D_H, bias_H, start)
         )
         (self.batch, self.rows, H, P), (self.G, N) = x.shape, B.shape[2:]
         self.H, self.N, self.chunks = H, N, triton.cdiv(self.rows, CHUNK)
-        self.products = torch.bfloat16 if {x.dtype, B.dtype, C.dtype} == {torch.bfloat16} else torch.float32
+        self.narrow = {x.dtype, B.dtype, C.dtype} == {torch.bfloat16}
+        self.products = torch.bfloat16 if self.narrow else torch.float32
         self.sizes = {"H": H, "HEADS": H // self.G, "P": P, "N": N, "T": CHUNK}
         self.blocks = {"BLOCK_P": _block(P), "BLOCK_N": _block(N)}
         self.sums = self.new(3, self.batch, H, self.chunks * CHUNK).unbind()
@@ -157,22 +173,24 @@ def _states(
     P, N, block_p = p.sizes["P"], p.N, p.blocks["BLOCK_P"]
     states = p.new(p.batch, p.chunks if save else 0, p.H, P, N, dtype=p.products)
     end_BHPN = p.new(p.batch, p.H, P, N)
-    block_n = min(p.blocks["BLOCK_N"], STATES // block_p)
+    block_n = min(p.blocks["BLOCK_N"], TILE // block_p)
     triton_forward.pass_states[(p.H * triton.cdiv(N, block_n), p.batch)](
         x, B, *p.sums, p.or_x(start), states, end_BHPN, p.rows, *_strides(x, B), p.chunks,
         **p.sizes, BLOCK_P=block_p, BLOCK_N=block_n, REVERSE=dy is not None, SAVE=save, HAS_START=start is not None,
-        WEIGHTED=dy is None and p.A_H is not None, num_warps=4,
+        WEIGHTED=dy is None and p.A_H is not None, num_warps=4, num_stages=3 if p.narrow else 2,
     )  # fmt: skip
     return states, end_BHPN
+
+
+def _like(x_BLHP: Tensor, dtype: torch.dtype | None = None, shares: int = 1) -> Tensor:
+    """Return an uninitialised tensor `[B, L, H * shares, P]` with x's order of sequences and tokens in memory."""
+    H, P = x_BLHP.shape[2:]
+    return empty_like_rows(x_BLHP[:, :, 0], dtype, H * shares * P).unflatten(2, (-1, P))
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     """Return the strides of sequences, rows, and heads or groups."""
     return [stride for x in tensors for stride in x.stride()[:3]]
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _block(size: int) -> int:

@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from megatron_blackmamba.ops.ssd.triton_forward import decays_between, load_rows, product, state_at
-from megatron_blackmamba.ops.triton_decode_shared import narrowed
-from megatron_blackmamba.ops.triton_math import sigmoid
+from megatron_blackmamba.ops.triton_math import narrowed, sigmoid
 
 
 @triton.jit
@@ -66,7 +65,7 @@ def of_heads(
 
     # Step I counts in pairs S < I <= T, in outputs I <= T of the start, and in inputs S < I of the end.
     pairs_TS = product(dy_TP, tl.trans(x_SP)) * left_TS * weight_S[None, :]
-    from_here_IT = (t[:, None] <= t[None, :]).to(tl.float32)
+    from_here_IT = (t[None, :] >= t[:, None]).to(tl.float32)
     step_IS = tl.dot(from_here_IT, pairs_TS, input_precision=SUMS)
     step_IS = tl.where(t[:, None] > t[None, :], step_IS + through_end_S[None, :], through_start_T[None, :])
     drate_T = tl.sum(step_IS, 1) + step_K

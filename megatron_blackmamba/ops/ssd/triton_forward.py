@@ -14,8 +14,7 @@ import os
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.triton_decode_shared import narrowed
-from megatron_blackmamba.ops.triton_math import LOG2E, softplus
+from megatron_blackmamba.ops.triton_math import LOG2E, narrowed, softplus
 
 FORGOTTEN = tl.constexpr(-256.0)  # 2^-256 is 0 in fp32, and so is its product with any decay
 

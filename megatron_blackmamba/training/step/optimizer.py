@@ -60,8 +60,8 @@ def make_trainable(
     kind = optimizers.kind_of(settings.kind)
     if kind.extends:
         resolve_name(kind.extends)()
-    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd alive,
-    # which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
+    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd
+    # alive, which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
     with torch.no_grad(), changes.during(changes.BUILDING, kind, settings, skip=skip):
         optimizer = get_megatron_optimizer(
             OptimizerConfig(

@@ -23,6 +23,7 @@ from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.step.graphs import Batch, Found, Graphs
 from megatron_blackmamba.training.step.optimizer import Trainable
 from megatron_blackmamba.training.watch.finite import FirstSeen
+from megatron_blackmamba.training.watch.reports import Reports
 from megatron_blackmamba.training.watch.stragglers import OwnTime
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -47,10 +48,8 @@ class Losses:
     """By rank: seconds of the backward pass of a layer that waits for no other rank."""
     reading: list[float]
     """By rank: seconds spent waiting for micro-batches."""
-    asked_to_stop: bool
-    """Whether any rank said so."""
-    shards: tuple[int, int]
-    """`ShardCheck.findings`, summed over all ranks."""
+    reports: Reports
+    """The reports of all ranks together."""
     z_loss: float | None = None
     """Mean squared log-sum of the counted tokens' logits, of a training step with model.z_loss."""
     mtp_loss: float | None = None
@@ -124,13 +123,12 @@ class Step:
     def gradients(
         self,
         batches: Iterator[Batch],
-        asked_to_stop: bool = False,
-        shards: tuple[int, int] = (0, 0),
+        reports: Reports = Reports(),
         global_batch: int | None = None,
     ) -> Losses:
         """Forward and backward over this rank's micro-batches of a global batch; gradients are reduced over all.
 
-        asked_to_stop, shards: what this rank knows. All ranks learn it here, without an exchange of its own.
+        reports: those of this rank. All ranks learn them here, without an exchange of its own.
         """
         self.own_time.take()
         self.first_seen.begin()
@@ -139,7 +137,7 @@ class Step:
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
         with self.router_state.held_back():
-            return self._run(batches, global_batch, forward_only=False, known=(asked_to_stop, *shards))
+            return self._run(batches, global_batch, forward_only=False, reports=reports)
 
     def update(self) -> Update:
         """Update the weights with the current gradients, or leave them unchanged if these are not finite."""
@@ -178,12 +176,12 @@ class Step:
                 count.copy_(before)
 
     def _run(
-        self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, known: tuple[int, ...] = (0, 0, 0)
+        self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, reports: Reports = Reports()
     ) -> Losses:
         count = self.micro_batches(global_batch)
         with nullcontext() if forward_only else self.graphs.step(count):
             sums = self._scheduled(self._read, batches, count, forward_only)
-        return self._over_the_world(sums, forward_only, known)
+        return self._over_the_world(sums, forward_only, reports)
 
     def _scheduled(
         self, forward: Callable, batches: Iterator[Batch], micro_batches: int, forward_only: bool
@@ -234,7 +232,7 @@ class Step:
             seen["squares"] = (log_sums_BS.double().square() * mask_BS).sum()
         return loss, seen
 
-    def _over_the_world(self, sums: list[dict[str, Tensor]], forward_only: bool, known_here: tuple[int, ...]) -> Losses:
+    def _over_the_world(self, sums: list[dict[str, Tensor]], forward_only: bool, reports: Reports) -> Losses:
         """Add up over all ranks what each counted, in one exchange."""
         of_source = torch.zeros(2, self.sources, dtype=torch.float64, device=device.device())
         more = of_source.new_zeros(len(_MORE))
@@ -244,29 +242,34 @@ class Step:
                 for place, name in enumerate(_MORE):
                     if name in micro_batch:
                         more[place] += micro_batch[name]
-        expert_tokens_LE = self.model.take_expert_tokens()
         seconds = [0.0] * (2 * self.world.size)
         seconds[self.world.rank :: self.world.size] = self.own_time.take()
-        known = of_source.new_tensor([*known_here, *seconds])
-        together = torch.cat([of_source.flatten(), expert_tokens_LE.flatten().double(), more, known])
+        here = {
+            "of_source": of_source,
+            "expert_tokens": self.model.take_expert_tokens(),
+            "more": more,
+            "known": of_source.new_tensor([*reports, *seconds]),
+        }
+        together = torch.cat([part.flatten().double() for part in here.values()])
         if self.world.size > 1:
             dist.all_reduce(together)
-        source_sums, source_tokens, experts, more, known = together.cpu().split(
-            [self.sources, self.sources, expert_tokens_LE.numel(), len(_MORE), len(known)]
-        )
-        squares, next_sum, next_tokens = more.tolist()
-        asked, different, pending, *seconds = known.tolist()
+        sizes = [part.numel() for part in here.values()]
+        whole = dict(zip(here, together.cpu().split(sizes), strict=True))
+
+        source_sums, source_tokens = whole["of_source"].view(2, -1)
+        squares, next_sum, next_tokens = whole["more"].tolist()
+        known = whole["known"].tolist()
+        seconds = known[len(reports) :]
         tokens = source_tokens.sum()
         return Losses(
             loss=float(source_sums.sum() / tokens),
             tokens=int(tokens),
             source_loss=(source_sums / source_tokens).tolist(),
             source_tokens=source_tokens.long().tolist(),
-            expert_tokens=experts.view_as(expert_tokens_LE).long().tolist(),
+            expert_tokens=whole["expert_tokens"].view(here["expert_tokens"].shape).long().tolist(),
             computing=seconds[: self.world.size],
             reading=seconds[self.world.size :],
-            asked_to_stop=bool(asked),
-            shards=(int(different), int(pending)),
+            reports=Reports(*map(int, known[: len(reports)])),
             z_loss=float(squares / tokens) if self.config.model.z_loss and not forward_only else None,
             mtp_loss=next_sum / next_tokens if next_tokens else None,
         )

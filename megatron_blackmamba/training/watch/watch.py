@@ -15,6 +15,7 @@ from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.watch.guard import Action, Cause, Guard, Verdict
 from megatron_blackmamba.training.watch.ranks import Ranks
 from megatron_blackmamba.training.watch.replicas import Replicas
+from megatron_blackmamba.training.watch.reports import Reports
 from megatron_blackmamba.training.watch.stragglers import Stragglers
 
 Samples = list[tuple[int, int]]
@@ -54,12 +55,12 @@ class Watch:
         """Return whether the last step was not finite, and so left the weights in doubt."""
         return self._guard.bad_in_a_row > 0
 
-    def look(self, step: int, loss: float, shards: tuple[int, int], new_phase: bool) -> Verdict:
+    def look(self, step: int, loss: float, reports: Reports, new_phase: bool) -> Verdict:
         """Judge the loss of a step before the update. Raise DataError if any rank found a changed shard.
 
-        shards: the findings of all ranks. new_phase: the mixture changed in this batch, and with it the usual loss.
+        reports: those of all ranks. new_phase: the mixture changed in this batch, and with it the usual loss.
         """
-        self.shards.after_step(*shards, self._report)
+        self.shards.after_step(reports.different_files, reports.pending_shards, self._report)
         if new_phase:
             self._guard.forget()
         every = self._config.replicas_every

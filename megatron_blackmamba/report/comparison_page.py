@@ -12,7 +12,7 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Line, short
-from megatron_blackmamba.report.comparison import (
+from megatron_blackmamba.report.comparison_figures import (
     Compared,
     common_end,
     differences,

@@ -1,0 +1,66 @@
+"""The share of a step's batch that one rank of a layout reads, by the functions that training reads it by."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_blackmamba.config import ParallelConfig, RunConfig
+from megatron_blackmamba.data.batches import micro_batches_of, place_of_part
+from megatron_blackmamba.formats.events import read_events
+from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.runtime import world
+from megatron_blackmamba.trace.documents import Piece
+from megatron_blackmamba.trace.steps import TraceError
+
+AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank reads of a batch."""
+
+    micro_batches: list[Sequence[int]]
+    here: slice
+    """The place of its part in each sequence."""
+
+    def numbered(self) -> list[tuple[int, int]]:
+        """Return the samples in order, each with the number of its micro-batch."""
+        return [(sample, number) for number, samples in enumerate(self.micro_batches) for sample in samples]
+
+    def clipped(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Yield what lies in the rank's part: its inputs and the label of the last one."""
+        for piece in pieces:
+            first = max(self.here.start - piece.position, 0)
+            ids = piece.ids[first : max(self.here.stop + 1 - piece.position, 0)]
+            if len(ids):
+                yield replace(piece, position=piece.position + first, first_token=piece.first_token + first, ids=ids)
+
+
+def share_of(config: RunConfig, samples: Sequence[int], rank: int, parallel: ParallelConfig, processes: int) -> Share:
+    """Return what a rank reads of a batch in a layout; refuse a layout that does not exist."""
+    if rank >= processes:
+        raise TraceError(f"--rank {rank}: {processes} processes have ranks 0 to {processes - 1}. Add --processes N")
+    with world.fake(parallel, processes, rank) as place:
+        micro_batches = micro_batches_of(samples, config.training.micro_batch, place.data_rank, place.data_size)
+        return Share(micro_batches, place_of_part(config.data.sequence_length, place.context_rank, parallel.context))
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """Return the layout that tp2,ep2,cp2 names; what it does not name is 1."""
+    sizes = {}
+    for each in text.lower().split(","):
+        found = re.fullmatch(r"([a-z]+)([1-9]\d*)", each.strip())
+        if not found or found[1] not in AXES:
+            raise TraceError(f"--layout {text}: {each!r} is none of {', '.join(f'{axis}N' for axis in AXES)}")
+        sizes[AXES[found[1]]] = int(found[2])
+    return ParallelConfig.model_validate(sizes)
+
+
+def processes_of(run: Path) -> int:
+    """Return the number of processes of a run's last job."""
+    told = [getattr(each.event, "processes", None) for each in read_events(RunFolder(run).events)]
+    known = [number for number in told if number]
+    if not known:
+        raise TraceError(f"{run}: its events do not say how many processes it had. Add --processes N")
+    return known[-1]
