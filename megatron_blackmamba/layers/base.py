@@ -88,13 +88,16 @@ class LayerKind(Kind, ABC):
     def divisions(self, model: ModelConfig) -> list[Division]:
         """Return the sizes that parallelism splits."""
 
-    @abstractmethod
+    part: ClassVar[str] = ""
+    """The name that all its parameters are counted by; a kind of several parts overrides `parts` and `part_of`."""
+
     def parts(self, model: ModelConfig) -> dict[str, Fraction]:
         """Return the parts that parameters are counted by, and the fraction of each that one token uses."""
+        return {self.part or self.name: Fraction(1)}
 
-    @abstractmethod
     def part_of(self, parameter: str) -> str:
         """Return the part that a parameter of the mixer belongs to."""
+        return self.part or self.name
 
     @abstractmethod
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
@@ -125,16 +128,22 @@ class LayerKind(Kind, ABC):
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         """Return the initial value of a parameter of the mixer, fp32; None: normal, with model.init's deviation."""
 
-    @abstractmethod
+    entry: ClassVar[str | Cannot]
+    """The layer's entry in an export's list of layers, or why there is none."""
+
     def exported(self, model: ModelConfig) -> str | Cannot:
-        """Return the layer's entry in an export's list of layers."""
+        """Return the entry of a model's layers."""
+        return self.entry
 
     def imported(self, entry: str) -> Mapping[str, Any] | None:
-        """Return the config fields that an entry of that list means; None: it is not this kind's."""
-        return None
+        """Return the config fields that an entry means; None: it is not this kind's."""
+        return {} if entry == self.entry else None
 
-    entry: ClassVar[str] = ""
-    """What such an entry looks like, for messages."""
+    @property
+    def form(self) -> str:
+        """Return what its entries look like, for messages."""
+        return f'"{self.entry}"'
+
     released: ClassVar[bool] = False
     """Whether the released BlackMamba format has a character for it."""
 

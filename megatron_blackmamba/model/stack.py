@@ -96,7 +96,7 @@ class Stack(MegatronModule):
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
-        self.layers = nn.ModuleList()  # megatron-core's schedules iterate over it
+        self.layers: Any = nn.ModuleList()  # megatron-core's schedules iterate over it
         for i in here:
             kind = kind_of(pattern[i])
             recompute, has_norm = config.recompute in kind.recompute, config.described.has_norm(i)

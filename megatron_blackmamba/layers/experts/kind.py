@@ -43,6 +43,7 @@ class Experts(LayerKind):
     writes_to_residual = ("fc2", "linear_fc2.weight")
     released = True
     entry = "a number of experts"
+    form = entry
 
     @property
     def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]
