@@ -479,5 +479,5 @@ def test_analysis_without_scipy_names_its_extra(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "scipy", None)
     how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True)
-    with pytest.raises(StudyError, match=r"needs scipy: pip install 'megatron-blackmamba\[studies\]'"):
+    with pytest.raises(StudyError, match=r"needs scipy: pip install -e '\.\[studies\]'"):
         run(open_study("confirm", tmp_path), how)
