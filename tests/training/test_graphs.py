@@ -13,6 +13,7 @@ import torch
 from megatron_blackmamba.engine.parts.accumulation import Accumulation
 from megatron_blackmamba.ops.fp32_linear import fp32_linear
 from megatron_blackmamba.training.step import graphs
+from tests.gpu import graph_pieces
 from tests.model.conftest import place
 from tests.training.short_runs import KINDS, Run
 
@@ -186,6 +187,14 @@ def test_memory_of_a_failed_capture_is_freed(ends_failed, monkeypatch):
     allocator.fail(side.pool)
     side.free(after_failure=True)
     assert not allocator.captures and not allocator.segments and side.pool is None
+
+
+@pytest.mark.parametrize("name", graph_pieces.PIECES)
+def test_pieces_for_gpus_have_gradients_here(name, place, tmp_path):
+    run = Run(place, tmp_path, "bf16", "model.eod_reset=0", "data.sequence_length=64")
+    tokens_BS = torch.randint(32, (graph_pieces.B, graph_pieces.S))
+    found = graph_pieces.work_of(name, run.trainable.model, {"tokens": tokens_BS, "labels": tokens_BS})()
+    assert len(found) > 1 and all(x.isfinite().all() for x in found.values())
 
 
 def node_of(weight):
