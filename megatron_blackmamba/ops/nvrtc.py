@@ -82,7 +82,7 @@ def fields(source: Path, structure: str) -> tuple[str, ...]:
 def constants(source: Path, defines: tuple[tuple[str, int], ...] = ()) -> dict[str, int]:
     """Return the values of a source's `constexpr int`, as far as they follow from these definitions."""
     known = dict(defines)
-    for declarations in re.findall(r"constexpr int ([^;]*);", source.read_text()):
+    for declarations in re.findall(r"constexpr int ([^;]*);", source.read_text("utf-8")):
         for name, expression in re.findall(r"(\w+) = ([^,]+)", declarations):
             chosen = re.sub(r"(\w+) \? (\w+) : (\w+)", r"(\2 if \1 else \3)", expression).replace("/", "//")
             with suppress(NameError):
