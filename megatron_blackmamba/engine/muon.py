@@ -162,9 +162,8 @@ class Muon(Adam):
     def _moved(self, shard: Tensor, group: dict[str, Any]) -> Tensor:
         """Move the momentum of a shard, and return where it will be after one more such gradient (Nesterov)."""
         state, gradient = self.state[shard], self._read(shard)
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(shard, dtype=self.moments)
-        kept = state[MOMENTUM]
+        kept = state.get(MOMENTUM, torch.zeros_like(shard))
+        kept = state[MOMENTUM] = kept.to(self.moments or shard.dtype)  # others may have added it
         momentum = kept.to(shard.dtype).lerp(gradient, 1 - self.momentum)
         if self.moments:
             bits = rounding.random_bits(kept, kept, shard, rounding.seed_of(group["step"]))

@@ -422,6 +422,6 @@ def test_ramp_is_planned_stage_by_stage():
 
 
 def test_a_long_update_is_remarked_on():
-    words = ["training.global_batch=56", "training.micro_batch=1", "optimizer.kind=muon"]
-    plans = [estimate.make_plan(load("blackmamba_1.5b", words[:n]), Asked(7, 8, H100)) for n in (2, 3)]
+    words = ["training.global_batch=8", "training.micro_batch=1", "optimizer.kind=muon"]
+    plans = [estimate.make_plan(load("blackmamba_1.5b", words[:n]), Asked(1, 8, H100)) for n in (2, 3)]
     assert ["the update takes" in " ".join(table.warnings(planned)) for planned in plans] == [False, True]
