@@ -296,8 +296,8 @@ def test_the_table_tells_what_the_json_tells(monkeypatch):
     ("asked", "overrides", "said"),
     [
         (None, [], r"[\d.,]+ [BM] parameters, [\d.]+ B tokens; add --nodes N \(and --gpu\) for memory"),
-        (Asked(7, 8, H100), [], r"fits: [\d.]+ of [\d.]+ GiB on the fullest of 56 H100[^;]*; [\d.]+ days at best"),
-        (Asked(7, 8, H100, mfu=0.2), [], r"fits: .* days at 20.0% MFU"),
+        (Asked(7, 8, H100), [], r"fits: [\d.]+ of [\d.]+ GiB on the fullest of 56 H100[^;]*; [\d.]+ hours at best"),
+        (Asked(7, 8, H100, mfu=0.2), [], r"fits: .* hours at 20.0% MFU"),
         (Asked(7, 8, H100), ["training.micro_batch=126"], r"cannot run on 56 H100[^:]*: training.micro_batch=126"),
         (Asked(7, 8, gpus.KNOWN["a100-40gb"]), [], r"does not fit: [\d.]+ of [\d.]+ GiB on the fullest of"),
     ],
