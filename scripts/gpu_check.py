@@ -28,7 +28,7 @@ import torch
 
 from benchmarks._common import machine
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.runtime.parent import follow_parent
+from megatron_blackmamba.runtime.parent import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 REHEARSED = bool(os.environ.get("REHEARSE"))
@@ -45,7 +45,7 @@ class Check:
     name: str
     words: list[str]
     why_not: str = ""
-    nccl: bool = False
+    goes_on: bool = False
     """It is told its time limit, and goes on by itself in a second call."""
 
 
@@ -89,7 +89,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
             *sanitized,
         ]),
         2: Part("Layouts over NCCL on one card", 22, [
-            Check("nccl", module("tests.gpu.nccl_layouts", "--results", results / "nccl.json", *nccl), nccl=True),
+            Check("nccl", module("tests.gpu.nccl_layouts", "--results", results / "nccl.json", *nccl), goes_on=True),
         ]),
         3: Part("The training step", 25, [
             step("step_42", "--sequences", 42, "--beside", "--fewer", gib=135),
@@ -102,7 +102,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
             Check("lengths", module("benchmarks.gpu_generation_lengths", "--json", results / "lengths.json"), no_gpu),
         ]),
         5: Part("The 1.5B model by `blackmamba train`", 23, [
-            Check("run", module("scripts.gpu_run", results / "run", *corpus_words), nccl=True),
+            Check("run", module("scripts.gpu_run", results / "run", *corpus_words), goes_on=True),
         ]),
         6: Part("The rest", 5, [
             Check("tests", tests("tests/gpu", "--deselect", "tests/gpu/test_graphs.py")),
@@ -148,12 +148,12 @@ class Call:
         if seconds < FEWEST_SECONDS:
             self.done.setdefault(check.name, {"result": "no time"})
             return
-        words = [*check.words, "--seconds", str(int(seconds) - 5)] if check.nccl else check.words
+        words = [*check.words, "--seconds", str(int(seconds) - 5)] if check.goes_on else check.words
         began, code = time.monotonic(), None
         with (self.results / f"{check.name}.log").open("w") as log:
             process = subprocess.Popen(
                 words, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=partial(follow_parent, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )  # fmt: skip
             try:
                 code = process.wait(seconds)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import table
-from megatron_blackmamba.runtime.parent import follow_parent
+from megatron_blackmamba.runtime.parent import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 BEHIND = 5
@@ -55,7 +55,7 @@ class Drill:
 
     def start(self, *words: str) -> subprocess.Popen:
         return subprocess.Popen(
-            list(words) or self.words, cwd=ROOT, start_new_session=True, preexec_fn=partial(follow_parent, os.getpid())
+            list(words) or self.words, cwd=ROOT, start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid())
         )
 
     def finish(self, process: subprocess.Popen) -> None:
