@@ -255,7 +255,7 @@ def test_the_faster_precision_of_this_processor_is_advised(monkeypatch, bf16, ad
     assert finding.found.endswith(f"training.precision={advised}")
 
 
-def test_a_folder_that_cannot_be_written_is_told_in_words():
+def test_unwritable_folder_is_told_in_words():
     (finding,) = hardware.disk(Path("/proc/runs"), 16, 40)
     assert finding.found.startswith("/proc: cannot write here: ")
     said = _next_command([finding], quick=True)

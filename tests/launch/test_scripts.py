@@ -157,7 +157,7 @@ def test_head_node_that_others_miss_is_left_out(start, tmp_path):
     assert " bash 900 " in call and " --limit 720 " in call
 
 
-def test_lack_of_memory_ends_the_job_unless_it_has_saved(start, tmp_path):
+def test_lack_of_memory_ends_an_unsaved_job(start, tmp_path):
     fails = 'case " $* " in *" train "*) echo "srun: error: node1: task 3: Out Of Memory" >&2; exit 1 ;; esac'
     done = start(SRUN=CHECKS + fails, PREFLIGHT="nodes")
     assert "rank 3 was the first (Out Of Memory)" in done.stdout and "a node has too little memory" in done.stdout

@@ -66,7 +66,7 @@ def test_clients_that_send_no_header_make_way(sent):
             client.close()
 
 
-def test_half_a_header_after_an_answer_is_too_late():
+def test_half_header_after_an_answer_is_too_late():
     """uvicorn closes a connection that stays silent, and no longer after its first letter."""
     with serving() as (connections, connect), connect() as client:
         client.sendall(GET % b"" + b"\r\n")
