@@ -469,7 +469,7 @@ def test_a_run_writes_to_no_object_storage():
 
 
 @pytest.mark.parametrize("tokens", ["1GB", "10Q", "3 B"])
-def test_count_with_unknown_unit_names_the_known(tokens):
+def test_count_with_unknown_unit_names_the_known_ones(tokens):
     assert f"training.tokens={tokens!r}: write a whole number with K, M, B or T" in refusal(
         "tiny", [f"training.tokens={tokens}"]
     )
