@@ -262,7 +262,7 @@ def order_launches(arch: int, reset: bool = False) -> None:
 def gated_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.gated.triton import gated
 
-    gated(bf16(BATCH * LENGTH, 2 * HIDDEN), fp32(BATCH * LENGTH), False).sum().backward()
+    gated(bf16(BATCH * LENGTH, 2 * HIDDEN), "silu", fp32(BATCH * LENGTH)).sum().backward()
 
 
 def norm_launches(arch: int, reset: bool = False) -> None:

@@ -147,7 +147,7 @@ def source_of(module: str) -> str:
         path = Path(place, *parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if parts and file.is_file():
-                return file.read_text(errors="replace")
+                return file.read_text("utf-8", "replace")
     return ""
 
 

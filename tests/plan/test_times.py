@@ -57,8 +57,24 @@ def test_scan_of_a_mamba_layer_by_hand(case):
     assert scans[0].moved == pytest.approx(moved * cells)
 
 
+@pytest.mark.parametrize(("ssd", "kernels"), [("auto", 6), ("triton", 6), ("chunked", 0)])
+def test_plan_of_mamba2_knows_backend_of_its_scan(ssd, kernels):
+    """Two kernels forward and four backward, by hand: 36 heads of 64 channels, 128 states, six sequences."""
+    config = load("blackmamba2_1.5b", [f"kernels.ssd={ssd}", "training.micro_batch=6"])
+    costs, sizes = kind_of("S").costs, sizes_of(config, "cuda")
+    scans = [work for way in costs.work(sizes) for work in way if work.slots]
+    assert len(scans) == kernels
+    if kernels:
+        tokens, x, state = 6 * 2048, 2 * 2304, 2 * 2304 * 128 / 64  # bytes of a token
+        assert [work.moved / tokens for work in scans] == [
+            *(x + state, 2 * x + state),
+            *(x + state, x + state, 3 * x + 2 * state, 4 * x + 2 * state),
+        ]
+        assert sum(work.slots for work in scans) == pytest.approx((0.31 * 3 + 0.50 + 1.57 + 0.97) * tokens * 2304 * 128)
+
+
 @pytest.mark.parametrize("letter", ["M", "E"])
-def test_products_of_a_layer_are_those_of_its_flops(letter):
+def test_products_of_layer_are_those_of_its_flops(letter):
     config = load("blackmamba_1.5b", ["model.shared_expert_hidden_size=512"])
     forward, backward = kind_of(letter).costs.work(sizes_of(config, "cuda"))
     parts = kind_of(letter).costs.flops(config.model, 2048)

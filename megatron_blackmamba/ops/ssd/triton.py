@@ -79,7 +79,7 @@ class _Scan(torch.autograd.Function):
             p = _Problem(R, inputs)
             states, end_BHPN = _states(p)
             wide = torch.float32 if p.A_H is None else None  # Mamba-3 adds to it
-            y = empty_like_rows(p.x.flatten(2), wide).unflatten(2, p.x.shape[2:])
+            y = _like(p.x, wide)
             share = min(OUTPUT_HEADS, p.sizes["HEADS"])
             triton_forward.outputs[(p.chunks, p.batch, p.G * triton.cdiv(p.sizes["HEADS"], share))](
                 p.x, p.B, p.C, p.or_x(p.D_H), *p.sums, states, y, p.rows, *_strides(p.x, p.B, p.C, y), p.chunks,
@@ -99,7 +99,7 @@ class _Scan(torch.autograd.Function):
         dy = torch.zeros_like(p.x) if dy is None else with_channels_contiguous(dy)
         states, _ = _states(p)
         dends, dstart_BHPN = _states(p, dy, dend_BHPN)
-        dx, drate = empty_like_rows(p.x.flatten(2)).unflatten(2, p.x.shape[2:]), empty_like_rows(p.rate)
+        dx, drate = _like(p.x), empty_like_rows(p.rate)
         parts_BKMH = p.new(p.batch, p.chunks, 3, p.H)
         triton_backward.of_heads[(p.chunks, p.batch, p.H)](
             p.x, p.B, p.C, p.rate, p.or_x(p.A_H), p.or_x(p.D_H), p.or_x(p.bias_H), *p.sums, states, dends, dy,
@@ -112,7 +112,7 @@ class _Scan(torch.autograd.Function):
         share = heads_of_program(p.chunks * p.batch, p.G, heads, p.N)
         shares = triton.cdiv(heads, share)
         sums = torch.float32 if shares > 1 else p.products
-        dB, dC = (empty_like_rows(v.flatten(2), sums, p.G * shares * p.N) for v in (p.B, p.C))
+        dB, dC = (_like(v, sums, shares) for v in (p.B, p.C))
         triton_backward.of_groups[(p.chunks, p.batch, p.G * shares * blocks)](
             p.x, p.B, p.C, *p.sums, states, dends, dy, dB, dC, p.rows, *_strides(p.x, p.B, p.C, dy),
             *dB.stride()[:2], *dC.stride()[:2], p.chunks, **p.sizes, BLOCK_P=p.blocks["BLOCK_P"], BLOCK_N=block_n,
@@ -121,10 +121,9 @@ class _Scan(torch.autograd.Function):
         found = dict(zip(("A_H", "D_H", "dt_bias_H"), parts_BKMH.sum((0, 1)), strict=True))
         found |= {"x_BLHP": dx, "dt_BLH": drate, "initial_state_BHPN": dstart_BHPN}
         for name, parts, like in (("B_BLGN", dB, p.B), ("C_BLGN", dC, p.C)):
-            found[name] = parts.unflatten(2, (p.G, -1))
+            found[name] = parts
             if shares > 1:
-                found[name] = empty_like_rows(like.flatten(2), torch.float32).unflatten(2, (p.G, -1))
-                torch.sum(parts.unflatten(2, (p.G, shares, p.N)), 3, out=found[name])
+                found[name] = torch.sum(parts.unflatten(2, (p.G, shares)), 3, out=_like(like, torch.float32))
         given = inputs._asdict()
         return None, *(
             found[name].to(given[name].dtype) if needed else None
@@ -181,6 +180,12 @@ def _states(
         WEIGHTED=dy is None and p.A_H is not None, num_warps=4, num_stages=3 if p.narrow else 2,
     )  # fmt: skip
     return states, end_BHPN
+
+
+def _like(x_BLHP: Tensor, dtype: torch.dtype | None = None, shares: int = 1) -> Tensor:
+    """Return an uninitialised tensor `[B, L, H * shares, P]` with x's order of sequences and tokens in memory."""
+    H, P = x_BLHP.shape[2:]
+    return empty_like_rows(x_BLHP[:, :, 0], dtype, H * shares * P).unflatten(2, (-1, P))
 
 
 def _strides(*tensors: Tensor) -> list[int]:
