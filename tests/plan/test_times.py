@@ -58,7 +58,7 @@ def test_scan_of_a_mamba_layer_by_hand(case):
 
 
 @pytest.mark.parametrize(("ssd", "kernels"), [("auto", 6), ("triton", 6), ("chunked", 0)])
-def test_plan_of_mamba2_knows_the_backend_of_its_scan(ssd, kernels):
+def test_plan_of_mamba2_knows_its_backend(ssd, kernels):
     """Two kernels forward and four backward, by hand: 36 heads of 64 channels, 128 states, six sequences."""
     config = load("blackmamba2_1.5b", [f"kernels.ssd={ssd}", "training.micro_batch=6"])
     costs, sizes = kind_of("S").costs, sizes_of(config, "cuda")
