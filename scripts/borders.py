@@ -276,7 +276,7 @@ def page(results: Sequence[Result]) -> str:
     return f"""# Versions of other packages
 
 `make install` takes the exact versions of `requirements/lock.txt`, with which all tests ran. `make install NEWEST=1`
-takes the newest versions that setup.py allows, and `make lock` makes them the locked ones. In setup.py:
+takes the newest versions that pyproject.toml allows, and `make lock` makes them the locked ones. In pyproject.toml:
 
 - A lower bound is the oldest version with which the tests passed. One that no row below shows is not measured yet.
 - An upper bound stands only where a newer version is known to break something, or where the package promises no

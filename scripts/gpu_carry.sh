@@ -42,4 +42,5 @@ export MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE
 for source in "${SOURCES[@]}"; do
     pip --no-binary=:all: --no-build-isolation "$source"
 done
+git rev-parse --short HEAD >"$FOLDER/commit" 2>/dev/null || rm -f "$FOLDER/commit" # the tree may travel without git
 du -sh "$FOLDER"

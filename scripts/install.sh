@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make the virtual environment and install the project in it, editable, with everything the tests need.
 # Called by `make install`; PYTHON names the interpreter, VENV the folder. What was interrupted goes on when called again.
-# Versions are those of requirements/lock.txt; NEWEST=1 takes the newest that setup.py allows. `install.sh EXTRA...`
+# Versions are those of requirements/lock.txt; NEWEST=1 takes the newest that pyproject.toml allows. `install.sh EXTRA...`
 # adds the packages of extras.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -113,6 +113,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "optimizer.moments": ("bf16",),
     "optimizer.gradients": ("bf16",),
     "optimizer.momentum": ("0.5",),
+    "optimizer.matrices": ("whole",),
+    "optimizer.newton_schulz": ("jordan",),
     "optimizer.weight_decay": ("0.1",),
     "optimizer.clip": ("0", "0.1"),
     "optimizer.distributed": ("false",),

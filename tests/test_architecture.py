@@ -266,6 +266,16 @@ def test_files_stay_under_500_lines():
     assert [f"{p.relative_to(ROOT)}: {n}" for p in code if (n := len(p.read_text().splitlines())) > MOST_LINES] == []
 
 
+def test_names_of_tests_have_at_most_eight_words():
+    names = [
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 2000 and [name for name in names if len(name.split("_")) > 9] == []
+
+
 def test_folders_of_tests_are_packages():
     """Without `__init__.py` two files of one name in two folders stop the whole collection."""
     folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
@@ -338,3 +348,23 @@ def test_new_tensors_of_ops_name_their_dtype(path):
     ]
     unnamed = [call for call in made if not {"dtype", "out", None} & {word.arg for word in call.keywords}]
     assert [f"{path.name}:{call.lineno}" for call in unnamed] == []
+
+
+def test_text_files_are_utf_8_in_any_locale():
+    """Python reads and writes in the encoding of the locale where no other is named."""
+    unnamed = []
+    for path in [*files_of(PACKAGE), *files_of(ROOT / "data_tools")]:
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            words, given = {word.arg for word in call.keywords}, call.args
+            match ast.unparse(call.func).rpartition(".")[2]:
+                case "open" if isinstance(call.func, ast.Name):
+                    named = len(given) > 1 and "b" in ast.unparse(given[1])
+                case "read_text":
+                    named = bool(given)
+                case "write_text":
+                    named = len(given) > 1
+                case _:
+                    named = True
+            if not named and "encoding" not in words:
+                unnamed.append(f"{path}:{call.lineno}")
+    assert unnamed == []

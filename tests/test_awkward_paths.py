@@ -26,7 +26,7 @@ def test_awkward_paths_are_refused_in_words(command, tmp_path, monkeypatch):
         assert isinstance(error, SystemExit | None) or in_words(error), f"{words}: {error!r}"
 
 
-def test_a_folder_in_place_of_an_output_file_is_refused_in_words(tmp_path, monkeypatch):
+def test_folder_in_place_of_output_file_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in (".", "/", tmp_path):
         with pytest.raises(IsADirectoryError) as refused:

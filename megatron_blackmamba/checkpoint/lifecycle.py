@@ -113,7 +113,7 @@ class Checkpoints:
     def _last_saved(self, steps: list[int]) -> int | None:
         """Return the step that `latest` names, or without any checkpoint the last one that the events tell of."""
         try:
-            return manifest.step_in_name(Path(self.folder.latest.read_text().strip()))
+            return manifest.step_in_name(Path(self.folder.latest.read_text(encoding="utf-8").strip()))
         except (FileNotFoundError, UnicodeDecodeError):
             events = [] if steps else [occurrence.event for occurrence in read_events(self.folder.events)]
             saved = of_kind(events, Saved)

@@ -167,6 +167,9 @@ CHANGES = (
     Change("bf16-adam", BUILDING, "parts.optimizer:bf16_by_our_adam", test=OPTIMIZER_TEST,
            why="other Adams round moments in bf16 to nearest, and gradients in bf16 are copied to fp32 for them",
            touches={"optimizer": "Adam", DISTRIBUTED: "Adam"}),
+    Change("muon", BUILDING, "parts.muon:in_place_of_adam", test="tests/engine/test_muon.py",
+           why="megatron-core's own Muon needs Python 3.12, fp32 and optimizer.distributed=false",
+           touches={"optimizer": "Adam", DISTRIBUTED: "Adam"}),
     Change("loss-scale", OPTIMIZER, "parts.optimizer:forget_loss_scale", test=OPTIMIZER_TEST,
            why="the router's loss keeps the scale of the last optimizer in its class, in that one's shape",
            touches={"transformer.moe.moe_utils": "main_loss_backward_scale"}),
@@ -220,11 +223,6 @@ CHANGES = (
            why="tensor-parallel linears multiply in the weights' type; kernels.linear=fp8 replaces the product",
            touches={"tensor_parallel.layers": "_forward_impl"},
            instead="kernels.linear=fp8 is refused"),
-    Change("stacked-muon", ASKED, "parts.muon:register", versions="0.17 to 0.19", optional=True,
-           test="tests/engine/test_muon.py",
-           why="megatron-core takes Adam for stacks of matrices, such as experts, and rounds float64 to fp32 in Muon",
-           touches={"optimizer.emerging_optimizers": "_EMERGING_OPTIMIZERS _muon_config_to_kwargs"},
-           instead="optimizer.kind=muon is refused"),
 )
 # fmt: on
 

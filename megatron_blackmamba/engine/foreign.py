@@ -62,6 +62,9 @@ FOREIGN = (
     Foreign("torch", ("_cdata",),
             "ops/causal_conv1d/halves.py", "whether two tensors share memory",
             "untyped_storage().data_ptr()"),
+    Foreign("torch.cuda.memory", ("_cuda_endAllocateToPool", "_cuda_releasePool"),
+            "training/step/graphs.py", "PyTorch until 2.13 keeps the memory of a CUDA graph whose capture fails",
+            "nothing: newer releases free it; until then a failed capture costs its memory", needed=False),
     Foreign("torch._dynamo.eval_frame", ("_torchdynamo_orig_callable",),
             "engine/cpu.py", "the function below a compiled one, for the change `jit`",
             "leave out that change: megatron-core's small functions are compiled on CPUs", needed=False),
@@ -144,7 +147,7 @@ def source_of(module: str) -> str:
         path = Path(place, *parts)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if parts and file.is_file():
-                return file.read_text(errors="replace")
+                return file.read_text("utf-8", "replace")
     return ""
 
 

@@ -80,7 +80,7 @@ def _start(process: int) -> str | None:
 def _kernel() -> str:
     """Return a digest of this boot and namespace; a random one without /proc, so that nothing is removed."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             place = file.read() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return os.urandom(4).hex()

@@ -63,7 +63,7 @@ def _is_converted(path: Path) -> bool:
         return True
     card = path / "README.md"
     return (
-        (path / "config.json").is_file() and card.is_file() and "\n- blackmamba\n" in card.read_text(errors="replace")
+        (path / "config.json").is_file() and card.is_file() and "\n- blackmamba\n" in card.read_text("utf-8", "replace")
     )
 
 

@@ -80,7 +80,7 @@ def _imported(entry: str, path: Path) -> tuple[LayerKind, Mapping[str, Any]]:
         means = kind.imported(entry) if len(entry) < LONGEST_ENTRY else None
         if means is not None:
             return kind, means
-    forms = " or ".join(kind.entry for kind in all_kinds() if kind.entry)
+    forms = " or ".join(kind.form for kind in all_kinds() if isinstance(kind.entry, str))
     raise InterchangeError(f"{path}: mamba_moe_layers: an entry is {forms}, not {entry[:LONGEST_ENTRY]!r}")
 
 

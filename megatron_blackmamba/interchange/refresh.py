@@ -32,8 +32,9 @@ def refresh(folder: Path) -> list[Change]:
     _require_export(folder)
     for left_over in folder.glob(".*_blackmamba.py.new"):
         left_over.unlink()
-    ours = {name: (resources.files("megatron_blackmamba.hf") / name).read_text() for name in hf.MODELING_FILES}
-    theirs = {file.name: file.read_text(errors="replace") for file in hf.code_files(folder)}
+    package = resources.files("megatron_blackmamba.hf")
+    ours = {name: (package / name).read_text("utf-8") for name in hf.MODELING_FILES}
+    theirs = {file.name: file.read_text("utf-8", "replace") for file in hf.code_files(folder)}
     stale = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     try:
         for name in stale:  # all are on disk before the first one counts
@@ -73,7 +74,7 @@ def _beside(path: Path) -> Path:
 
 
 def _write_beside(path: Path, text: str) -> None:
-    with open(_beside(path), "w") as file:
+    with open(_beside(path), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

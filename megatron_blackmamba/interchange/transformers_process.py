@@ -51,7 +51,7 @@ def answer(folder: str, question: str, destination: str, code: str = "the folder
 
 
 def config_of(folder: str) -> dict[str, Any]:
-    with open(os.path.join(folder, "config.json")) as file:
+    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         config: dict[str, Any] = json.load(file)
     return config
 

@@ -166,7 +166,7 @@ class Chair:
             print("\n".join([*summary(self.reports), *verdict.lines()]), flush=True)
             if self.unfit_file:
                 temporary = self.unfit_file.with_name(f".{self.unfit_file.name}.tmp")
-                temporary.write_text("".join(f"{node}\n" for node in sorted(verdict.unfit)))
+                temporary.write_text("".join(f"{node}\n" for node in sorted(verdict.unfit)), encoding="utf-8")
                 os.replace(temporary, self.unfit_file)
             self._let_them_leave()
             return 0 if verdict.healthy else 1

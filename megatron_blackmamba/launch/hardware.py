@@ -204,7 +204,7 @@ def _why_no_gpu() -> str:
 
 def _cpuinfo(key: str) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")

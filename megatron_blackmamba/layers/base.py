@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.decoding import Decoding
 from megatron_blackmamba.layers.rows import Stack, Weight
-from megatron_blackmamba.registry import Cannot, Kind, KindError, named
+from megatron_blackmamba.registry import Cannot, Kind, KindError
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,8 @@ class LayerKind(Kind, ABC):
     """The values of training.recompute that recompute this layer."""
     writes_to_residual: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of weights whose output joins the residual stream."""
+    by_adam: ClassVar[tuple[str, ...]] = ()
+    """Ends of the names of matrices that optimizer.kind=muon leaves to Adam."""
     kept_in_fp32: ClassVar[tuple[str, ...]] = ()
     """Parameters of the mixer that stay fp32 in a bf16 model."""
     widens: ClassVar[bool] = False
@@ -85,17 +88,20 @@ class LayerKind(Kind, ABC):
     def divisions(self, model: ModelConfig) -> list[Division]:
         """Return the sizes that parallelism splits."""
 
-    @abstractmethod
+    part: ClassVar[str] = ""
+    """The name that all its parameters are counted by; a kind of several parts overrides `parts` and `part_of`."""
+
     def parts(self, model: ModelConfig) -> dict[str, Fraction]:
         """Return the parts that parameters are counted by, and the fraction of each that one token uses."""
+        return {self.part or self.name: Fraction(1)}
 
-    @abstractmethod
     def part_of(self, parameter: str) -> str:
         """Return the part that a parameter of the mixer belongs to."""
+        return self.part or self.name
 
     @abstractmethod
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
-        """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `kinds.rows`."""
+        """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `layers.rows`."""
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of each."""
@@ -104,7 +110,7 @@ class LayerKind(Kind, ABC):
             if not isinstance(weight, Weight):
                 raise KindError(
                     f"{type(self).__name__}.weights says {weight} of {name}, but not how tensor parallelism spreads it."
-                    f" Name its rows in by_rows(columns, name=rows), by_columns or whole (docs/extending.md)."
+                    " Name its rows in by_rows(columns, name=rows), by_columns or whole (docs/extending.md)."
                 )
         return {name: weight.shape for name, weight in weights.items()}
 
@@ -122,16 +128,22 @@ class LayerKind(Kind, ABC):
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         """Return the initial value of a parameter of the mixer, fp32; None: normal, with model.init's deviation."""
 
-    @abstractmethod
+    entry: ClassVar[str | Cannot]
+    """The layer's entry in an export's list of layers, or why there is none."""
+
     def exported(self, model: ModelConfig) -> str | Cannot:
-        """Return the layer's entry in an export's list of layers."""
+        """Return the entry of a model's layers."""
+        return self.entry
 
     def imported(self, entry: str) -> Mapping[str, Any] | None:
-        """Return the config fields that an entry of that list means; None: it is not this kind's."""
-        return None
+        """Return the config fields that an entry means; None: it is not this kind's."""
+        return {} if entry == self.entry else None
 
-    entry: ClassVar[str] = ""
-    """What such an entry looks like, for messages."""
+    @property
+    def form(self) -> str:
+        """Return what its entries look like, for messages."""
+        return f'"{self.entry}"'
+
     released: ClassVar[bool] = False
     """Whether the released BlackMamba format has a character for it."""
 
@@ -162,6 +174,6 @@ class LayerKind(Kind, ABC):
         """Return the class that `mixer`, `cost` or `decode` names."""
         name = getattr(self, file)
         try:
-            return named(name)
+            return resolve_name(name)
         except (ImportError, AttributeError) as error:
             raise KindError(f"{type(self).__name__}.{file}={name!r} cannot be imported: {error}") from error

@@ -29,13 +29,13 @@ class Cost(ABC):
         """Return the bytes that its backward pass needs in addition; by default, the gradients of what it keeps."""
         return self.kept(at)
 
-    @abstractmethod
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the bytes that a layer sends in a micro-batch, by field of ParallelConfig, as if nothing stayed local.
 
         passes: 2 for forward and backward, 3 if recomputation repeats the forward pass. A tensor-parallel layer gathers
             and scatters the stream in each, and gathers it once more for the weight gradients: 2 * passes + 1 times.
         """
+        return {"tensor": (2 * passes + 1) * at.stream}
 
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
         """Return the operations of the mixer in a micro-batch on a GPU, forward and backward, for the plan's time.

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.layers import LayerKind, Stack, Weight
-from megatron_blackmamba.optimizers.base import NO_DECAY, STACKED
+from megatron_blackmamba.optimizers.base import BY_ADAM, DECLARED, NO_DECAY
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import device
 
@@ -27,9 +27,6 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.utils import sharded_state_dict_default
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
-
-DECLARED = "declared"
-"""The attribute of a mixer's parameter that holds what its kind says of it, a Weight or a Stack."""
 
 
 def sharded(parameter: Tensor, axis: int) -> None:
@@ -49,12 +46,6 @@ def without_decay(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def stacked(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter as a stack of matrices along its first axis."""
-    setattr(parameter, STACKED, True)
-    return parameter
-
-
 def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """Return an uninitialised parameter on the device of this process (or on the meta device, when planning)."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device.device()))
@@ -63,7 +54,8 @@ def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, groups: ProcessGroupCollection) -> None:
     """Mark every parameter as its kind declares it; refuse what the kind does not declare, or declares wrongly."""
     kind.shapes(model)
-    declared, has = kind.stored(model), {n: t for n, t in mixer.state_dict(keep_vars=True).items() if t is not None}
+    declared, state = kind.stored(model), mixer.state_dict(keep_vars=True)
+    has = {own: tensor for own, tensor in state.items() if not own.endswith("_extra_state")}  # of Transformer Engine
 
     def refuse(own: str, why: str) -> NoReturn:
         raise KindError(f"{name}.{own}: {why}. Correct {type(kind).__name__}.weights (docs/extending.md).")
@@ -76,9 +68,9 @@ def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, gr
             refuse(own, f"{type(kind).__name__}.weights does not declare its rows, nor how they are spread")
         here = share(weight, groups).shape
         if tuple(tensor.shape) != here:
-            ranks = groups.tp.size()
-            on = f" on each of {ranks} tensor-parallel ranks" if ranks > 1 else ""
-            refuse(own, f"its shape is {tuple(tensor.shape)}, and {type(kind).__name__}.weights says {here}{on}")
+            refuse(
+                own, f"its shape is {tuple(tensor.shape)}, and {type(kind).__name__}.weights says {here} on this rank"
+            )
         marked = tensor.partition_dim if getattr(tensor, "tensor_model_parallel", False) else None
         if marked not in (None, weight.axis):
             refuse(own, f"its module splits axis {marked}, and {type(kind).__name__}.weights says {weight.axis}")
@@ -86,6 +78,7 @@ def declare(mixer: nn.Module, name: str, kind: LayerKind, model: ModelConfig, gr
             sharded(tensor, weight.axis)
         if isinstance(tensor, nn.Parameter):
             setattr(tensor, DECLARED, weight)
+            setattr(tensor, BY_ADAM, own.endswith(kind.by_adam))
 
 
 def share(weight: Weight | Stack, groups: ProcessGroupCollection) -> Weight | Stack:

@@ -7,6 +7,7 @@ Blocks are named by their place in the whole model, so a parameter has the same 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.sharding import sharded_mixer, sharded_modules
-from megatron_blackmamba.registry import named
 
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -96,7 +96,7 @@ class Stack(MegatronModule):
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
-        self.layers = nn.ModuleList()  # megatron-core's schedules iterate over it
+        self.layers: Any = nn.ModuleList()  # megatron-core's schedules iterate over it
         for i in here:
             kind = kind_of(pattern[i])
             recompute, has_norm = config.recompute in kind.recompute, config.described.has_norm(i)
@@ -104,7 +104,7 @@ class Stack(MegatronModule):
             self.layers.add_module(str(i), block)  # named by the place in the whole model, not in this stage
         self.final_layernorm: Any = None
         if post_process:
-            norm = named(norms.kind_of(config.described.final_norm).module)
+            norm = resolve_name(norms.kind_of(config.described.final_norm).module)
             self.final_layernorm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def set_input_tensor(self, received_SBD: Tensor) -> None:

@@ -71,7 +71,7 @@ def pack(source: Path, structure: str, arguments: dict[str, Tensor | int | None]
 @cache
 def fields(source: Path, structure: str) -> tuple[str, ...]:
     """Return the names of a structure's fields, in order."""
-    found = re.search(rf"struct {structure} {{(.*?)}};", source.read_text(), re.DOTALL)
+    found = re.search(rf"struct {structure} {{(.*?)}};", source.read_text(encoding="utf-8"), re.DOTALL)
     if found is None:
         raise LookupError(f"{source.name} has no structure {structure}")
     declarations = re.sub(r"//[^\n]*", "", found[1]).split(";")
@@ -82,7 +82,7 @@ def fields(source: Path, structure: str) -> tuple[str, ...]:
 def constants(source: Path, defines: tuple[tuple[str, int], ...] = ()) -> dict[str, int]:
     """Return the values of a source's `constexpr int`, as far as they follow from these definitions."""
     known = dict(defines)
-    for declarations in re.findall(r"constexpr int ([^;]*);", source.read_text()):
+    for declarations in re.findall(r"constexpr int ([^;]*);", source.read_text("utf-8")):
         for name, expression in re.findall(r"(\w+) = ([^,]+)", declarations):
             chosen = re.sub(r"(\w+) \? (\w+) : (\w+)", r"(\2 if \1 else \3)", expression).replace("/", "//")
             with suppress(NameError):
@@ -94,7 +94,7 @@ def compile_source(source: Path, defines: dict[str, int], architecture: str) -> 
     """Return the machine code of all kernels of a source, for an architecture such as "sm_90a"."""
     from cuda.bindings import nvrtc
 
-    text = DEVICE.read_text() + f'#line 1 "{source.name}"\n' + source.read_text()
+    text = DEVICE.read_text(encoding="utf-8") + f'#line 1 "{source.name}"\n' + source.read_text(encoding="utf-8")
     program = _checked(nvrtc.nvrtcCreateProgram(text.encode(), source.name.encode(), 0, [], []))
     options = [*OPTIONS, f"--gpu-architecture={architecture}", *(f"-D{name}={x}" for name, x in defines.items())]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])

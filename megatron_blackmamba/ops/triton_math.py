@@ -16,6 +16,7 @@ from triton.language.extra.cuda import libdevice
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+INVERSE_ROOT_2 = tl.constexpr(0.7071067811865476)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cannot",
-    "MissingPackage",
     "OptimizerKind",
     "all_kinds",
     "check_keys",
@@ -23,11 +22,7 @@ __all__ = [
     "kinds_by_key",
     "problems",
 ]
-__all__ += ["refuse_missing", "register", "unregister"]
-
-
-class MissingPackage(ValueError):
-    """An optimizer that cannot run in this environment."""
+__all__ += ["register", "unregister"]
 
 
 _KINDS = Registry(OptimizerKind, "optimizer.kind")  # type: ignore[type-abstract]
@@ -41,11 +36,6 @@ def problems(settings: OptimizerConfig) -> list[str]:
     found, kind = _KINDS.unread(settings), kind_of(settings.kind)
     if settings.distributed and isinstance(kind.sharding, Cannot):
         found.append(f"optimizer.kind={kind.name} needs optimizer.distributed=false: {kind.sharding.reason}.")
+    if not settings.distributed and isinstance(kind.unsharded, Cannot):
+        found.append(f"optimizer.kind={kind.name} needs optimizer.distributed=true: {kind.unsharded.reason}.")
     return found
-
-
-def refuse_missing(settings: OptimizerConfig) -> None:
-    """Refuse to train with an optimizer whose packages are missing. Plans and exports do not need them."""
-    kind = kind_of(settings.kind)
-    if lacks := kind.missing():
-        raise MissingPackage(f"optimizer.kind={kind.name} needs {lacks}")

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 NO_DECAY = "no_weight_decay"
 """The attribute of weights without weight decay."""
-STACKED = "is_stack_of_matrices"
-"""The attribute of weights that are one matrix per index of the first axis; the last axis holds its columns."""
+DECLARED = "declared"
+"""The attribute of a mixer's parameter that holds what its kind says of it, a Weight or a Stack."""
+BY_ADAM = "is_updated_by_adam"
+"""The attribute of matrices that Muon leaves to Adam."""
 
 
 class OptimizerKind(Kind, ABC):
@@ -36,17 +38,15 @@ class OptimizerKind(Kind, ABC):
     """Tensors it keeps of each weight, of the weight's shape, named as in a checkpoint."""
     sharding: ClassVar[bool | Cannot]
     """True where megatron-core's distributed optimizer can hold this state (optimizer.distributed=true)."""
+    unsharded: ClassVar[bool | Cannot] = True
+    """True where it can also do without that optimizer (optimizer.distributed=false)."""
 
     widens: ClassVar[bool] = False
     """Whether the learning rates of a width transfer (model.mup) are derived for it."""
+    by_matrix: ClassVar[bool] = False
+    """Whether it updates a matrix as a whole, with the distributed optimizer, in `engine/muon.py`."""
     fused: ClassVar[bool] = False
     """Whether on GPUs its update also clips the gradients and writes the weights in bf16."""
-    extends: ClassVar[str] = ""
-    """A function, as "module:name", that adds the optimizer to those of megatron-core; empty if it has it."""
-
-    def missing(self) -> str:
-        """Return what this kind needs but the environment lacks, and how to install it; empty if nothing."""
-        return ""
 
     @abstractmethod
     def megatron(self, settings: OptimizerConfig) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.accumulation import reduction
+from megatron_blackmamba.engine.parts.muon import owned, products_of
 from megatron_blackmamba.layers import LayerKind, kind_of, layers_of
 from megatron_blackmamba.model import build
 from megatron_blackmamba.model.stack import layers_of_stage
@@ -36,6 +37,10 @@ class State:
     """The part of `weights` that only the ranks with the same experts share; 0 if all ranks have all experts."""
     expert_gradients: int = 0
     """The part of `gradients` of the same experts."""
+    numbers: int = 0
+    """Of the optimizer's state, such as Adam's two moments of each weight."""
+    products: int = 0
+    """FLOPs of the products of an update."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +91,18 @@ def _state_of(described: str, world_size: int, rank: int) -> State:
         expert_weights = sum(weight.nbytes for buffer in experts for weight in buffer.param_index_map)
         if config.optimizer.distributed:
             weights = sum(buffer.param_data.nbytes for buffer in buffers)
-            optimizer = sum(_shard_bytes(buffer, config) for buffer in buffers)
+            updated = [pair for buffer in buffers for pair in _shards(buffer)]
         else:
-            kind = optimizers.kind_of(config.optimizer.kind)
             weights = sum(parameter.nbytes for parameter in model.parameters())
-            optimizer = sum(
-                p.numel()
-                * (bytes_a_weight(p.dtype, config.optimizer, len(kind.keeps(p))) + bytes_of_average(p.dtype, config))
-                for p in model.parameters()
-            )
-    return State(weights, gradients, optimizer, expert_weights, expert_gradients)
+            updated = [(parameter, parameter.numel()) for parameter in model.parameters()]
+        products = sum(products_of(buffer, config.optimizer, us.groups) for buffer in buffers)
+    kept = [(p.dtype, size, len(optimizers.kind_of(config.optimizer.kind).keeps(p))) for p, size in updated]
+    optimizer = sum(
+        size * (bytes_a_weight(dtype, config.optimizer, tensors) + bytes_of_average(dtype, config))
+        for dtype, size, tensors in kept
+    )
+    numbers = sum(size * tensors for _, size, tensors in kept)
+    return State(weights, gradients, optimizer, expert_weights, expert_gradients, numbers, products)
 
 
 def bytes_of_average(dtype: torch.dtype, config: RunConfig) -> int:
@@ -103,23 +110,11 @@ def bytes_of_average(dtype: torch.dtype, config: RunConfig) -> int:
     return torch.promote_types(dtype, torch.float32).itemsize if config.training.ema else 0
 
 
-def _shard_bytes(buffer: Any, config: RunConfig) -> int:
-    """Return the bytes of optimizer state for this rank's part of a buffer, without padding."""
-    ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-    numbers = 0
-    for start, end in _ranges(buffer):
-        bucket = next(b for b in buffer.buckets if b.offset <= start < b.offset + b.grad_data.numel())
-        size = bucket.grad_data.numel() // ranks
-        first = bucket.offset + rank * size
-        numbers += max(0, min(end, first + size) - max(start, first))
-    tensors = len(optimizers.kind_of(config.optimizer.kind).state)
-    dtype = buffer.param_dtype
-    return numbers * (bytes_a_weight(dtype, config.optimizer, tensors) + bytes_of_average(dtype, config))
-
-
-def _ranges(buffer: Any) -> Iterator[tuple[int, int]]:
-    for entry in buffer.param_index_map.values():
-        yield entry[0], entry[1]
+def _shards(buffer: Any) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield each weight of a buffer, and how many of its elements this rank updates."""
+    for weight in buffer.param_index_map:
+        start, end = owned(buffer, weight)[buffer.data_parallel_group.rank()]
+        yield weight, end - start
 
 
 def bytes_a_weight(dtype: torch.dtype, settings: OptimizerConfig, tensors: int) -> int:

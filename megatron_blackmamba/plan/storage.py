@@ -46,11 +46,9 @@ def kept_steps(config: RunConfig, first: int = 0, steps: int | None = None) -> s
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Return the size of the weights, and of the optimizer's state, main and averaged weights in full precision."""
-    from megatron_blackmamba import optimizers
     from megatron_blackmamba.plan import memory, parameters
 
     whole = memory.state_of(config.model_copy(update={"parallel": ParallelConfig()}), world_size=1, rank=0)
     full = 8 if config.training.precision == "fp64" else 4
-    copies = len(optimizers.kind_of(config.optimizer.kind).state) + config.optimizer.distributed
-    copies += bool(config.training.ema)
-    return whole.weights + copies * full * parameters.count(config).total
+    copies = config.optimizer.distributed + bool(config.training.ema)
+    return whole.weights + full * (whole.numbers + copies * parameters.count(config).total)

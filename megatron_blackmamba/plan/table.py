@@ -12,6 +12,8 @@ from megatron_blackmamba.plan.memory import GIB
 from megatron_blackmamba.plan.scaling import Row
 from megatron_blackmamba.runtime import layout
 
+LONG_UPDATE = 0.03
+"""The part of a step above which the time of an update is worth a remark."""
 HIGH_WRITE_RATE = 200e6
 """Bytes a second of checkpoints that a shared file system may not have to spare. Above it, the plan says what helps."""
 
@@ -69,6 +71,12 @@ def warnings(plan: Plan) -> list[str]:
         found.append(
             f"parallel.tensor={tensor.ranks} crosses nodes, so every layer waits for the network. "
             f"Use a value that divides the {plan.placed.gpus_per_node} GPUs of a node."
+        )
+    if plan.placed and plan.placed.time and plan.placed.time.update > LONG_UPDATE * plan.placed.time.total:
+        share = plan.placed.time.update / plan.placed.time.total
+        found.append(
+            f"the update takes {share:.1%} of a step: a larger training.global_batch, or more data-parallel ranks,"
+            " make it a smaller part."
         )
     return [warning for warning in found if warning]
 

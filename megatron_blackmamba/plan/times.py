@@ -144,7 +144,7 @@ def of_update(config: RunConfig, gpu: Gpu, state: State | None) -> float:
     weights = state.optimizer / max(1, of_weight)
     width = _gradient_width(config)
     moved = 2 * state.optimizer + (2 * width + dtype.itemsize if kind.fused else 5 * width) * weights
-    return roofline.seconds(Work(moved), gpu)
+    return roofline.seconds(Work(moved), gpu) + roofline.seconds(Work(flops=state.products), gpu)
 
 
 def _gradient_width(config: RunConfig) -> int:

@@ -230,7 +230,7 @@ class Pace:
 
     def correct(self) -> str:
         """Change the number of steps to what fits; return what to tell the user."""
-        planned, settings = self.q.composed(), yaml.safe_load(self.q.config.read_text())
+        planned, settings = self.q.composed(), yaml.safe_load(self.q.config.read_text(encoding="utf-8"))
         settings["training"]["tokens"] = self.steps * planned.tokens_per_step
         settings["resume"] = {"allow": ["training.tokens"]}
         atomic.write_text(self.q.config, yaml.safe_dump(settings, sort_keys=False))

@@ -21,6 +21,8 @@ FEW = 50
 """Points of a curve that is drawn whole; a longer one may lose outliers."""
 FEW_NAMES = 10
 """Curves that the legend of a picture names; of more, it leaves out the dashed ones."""
+ROOM = 0.055
+"""Part of the height of a picture that is kept free for each line of its legend."""
 FEW_DOTS = 30
 """A curve of fewer points shows each of them in a picture, as in the interactive charts."""
 
@@ -183,12 +185,14 @@ class Lines(Chart):
         return interactive.data(content | ({"log": True} if self.log else {}))
 
     def draw(self, axes: "Axes") -> None:
-        few = len(self.curves) <= FEW_NAMES
+        few, names = len(self.curves) <= FEW_NAMES, 0
         for curve in self.curves:
+            named = len(self.curves) > 1 and (few or not curve.dashed)
+            names += named
             colour, width = f"C{curve.colour}", 0.8 if curve.thin else 1.6
             marker = "." if len(curve.x) < FEW_DOTS and not curve.thin else ""
             style = {"linestyle": "--" if curve.dashed else "-", "marker": marker, "color": colour, "linewidth": width}
-            axes.plot(curve.x, curve.y, label=curve.name if few or not curve.dashed else None, **style)
+            axes.plot(curve.x, curve.y, label=curve.name if named else None, **style)
             if curve.band is not None and len(curve.x) > 1:
                 axes.fill_between(curve.x, *curve.band, color=colour, alpha=0.15, linewidth=0)
             elif curve.band is not None:
@@ -204,9 +208,9 @@ class Lines(Chart):
             axes.xaxis.set_major_formatter(lambda value, _: short(value))
         axes.yaxis.set_major_formatter(lambda value, _: short(value))
         scale = _Axes(0, 1, *self._range())
-        axes.set_ylim(scale.y0, scale.y1)
-        if len(self.curves) > 1:
-            axes.legend(edgecolor="none", fontsize="small")
+        axes.set_ylim(scale.y0, scale.y1 + ROOM * names * (scale.y1 - scale.y0))
+        if names:
+            axes.legend(loc="upper right", frameon=False, fontsize="small")
 
 
 @dataclass(frozen=True)

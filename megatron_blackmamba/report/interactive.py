@@ -17,14 +17,16 @@ STYLE = """
 @cache
 def head() -> str:
     """Return the style sheet, with the library's licence."""
-    licence = (VENDOR / "uPlot.LICENSE").read_text().strip()
-    return f"<style>/*\nuPlot\n{licence}\n*/\n{(VENDOR / 'uPlot.min.css').read_text()}{STYLE}</style>"
+    licence = (VENDOR / "uPlot.LICENSE").read_text(encoding="utf-8").strip()
+    return f"<style>/*\nuPlot\n{licence}\n*/\n{(VENDOR / 'uPlot.min.css').read_text(encoding='utf-8')}{STYLE}</style>"
 
 
 @cache
 def scripts() -> str:
     """Return the library and the script that turns drawn charts into interactive ones. They end the page's body."""
-    return "".join(f"<script>{(VENDOR / name).read_text()}</script>" for name in ("uPlot.iife.min.js", "charts.js"))
+    return "".join(
+        f"<script>{(VENDOR / name).read_text('utf-8')}</script>" for name in ("uPlot.iife.min.js", "charts.js")
+    )
 
 
 def data(content: dict[str, Any]) -> str:

@@ -61,7 +61,7 @@ def state_of(run: RunFolder, step_seconds: float, queue: Queue) -> State:
     if held:
         return State("training", _unrecorded(run, step_seconds))
     if run.failed.exists():
-        return State("failed", run.failed.read_text(errors="replace").strip() or "its last job failed")
+        return State("failed", run.failed.read_text("utf-8", "replace").strip() or "its last job failed")
     if run.requeue.exists():  # only a job goes on by itself
         return State("requeue" if (run.logs / "running_job").exists() else "stopped")
     if launched(run) and not run.metrics.exists():
@@ -79,7 +79,7 @@ def state_of(run: RunFolder, step_seconds: float, queue: Queue) -> State:
 def _before_training(run: RunFolder, queue: Queue) -> State:
     """Return the state of a launched run that has not begun: its job waits, starts, or has left the queue."""
     jobs = sorted(run.launches.glob("*/job.sbatch"))
-    names = {name for job in jobs for name in JOB_NAME.findall(job.read_text(errors="replace"))}
+    names = {name for job in jobs for name in JOB_NAME.findall(job.read_text("utf-8", "replace"))}
     sees_all_jobs = os.getuid() in (0, run.root.stat().st_uid)  # a site may hide those of other users
     submitting = _age(jobs[-1]) < SUBMITTING_SECONDS
     if submitting or not names or not sees_all_jobs or queue.names is None or names & queue.names:

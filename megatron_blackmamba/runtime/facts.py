@@ -79,6 +79,6 @@ def _version(package: str) -> str:
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().split("Kernel Module")[1].split()[0]
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split("Kernel Module")[1].split()[0]
     except (OSError, IndexError):
         return "unknown"

@@ -29,7 +29,7 @@ def say_once(error: str, say: Callable[[], None]) -> bool:
     """Call `say` unless another rank of this launcher has printed the same error; return whether it was called."""
     note = hashlib.sha256(error.encode(errors="replace")).hexdigest() + "\n"
     try:
-        file = open(os.environ[SAID], "a+")  # noqa: SIM115
+        file = open(os.environ[SAID], "a+", encoding="utf-8")  # noqa: SIM115
     except (KeyError, OSError):  # a rank with a log of its own
         say()
         return True

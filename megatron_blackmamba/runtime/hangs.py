@@ -93,7 +93,7 @@ class Heartbeats:
         temporary = path.with_suffix(".tmp")
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(beat)) + "\n")
+            temporary.write_text(json.dumps(asdict(beat)) + "\n", encoding="utf-8")
             os.replace(temporary, path)
             self._began = self._began or path.stat().st_mtime
 
@@ -104,7 +104,7 @@ class Heartbeats:
         for rank in range(self.size):
             with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or unreadable
                 path = self._path(rank)
-                beat = Beat(**json.loads(path.read_text()))
+                beat = Beat(**json.loads(path.read_text(encoding="utf-8")))
                 if beat.start == self.start:
                     seen[rank] = Seen(beat, now - path.stat().st_mtime)
         return seen
@@ -233,7 +233,7 @@ def write_report(beats: Heartbeats, headline: str, doing: str, silent: float) ->
     print(found, file=sys.stderr, flush=True)
     dump.join(min(LONGEST_DUMP_S, beats.seconds))
     temporary = beats.report(beats.rank).with_suffix(".tmp")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(f"{time.strftime('%F %T')} {platform.node()}\n{headline}\n{found}\n\nStacks of its threads:\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)

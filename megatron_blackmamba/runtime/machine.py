@@ -62,6 +62,6 @@ def _counter(file: Path, name: str) -> int:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.read_text().splitlines()
+        return file.read_text("utf-8").splitlines()
     except OSError:
         return []

@@ -30,7 +30,7 @@ def keep_priority() -> None:
     """
     if os.nice(0) > 0 and os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):  # no such kernel
-            Path("/proc/self/autogroup").write_text(str(os.nice(0)))
+            Path("/proc/self/autogroup").write_text(str(os.nice(0)), encoding="utf-8")
 
 
 def follow_parent(parent: int) -> None:

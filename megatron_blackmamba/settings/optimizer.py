@@ -90,6 +90,10 @@ class OptimizerConfig(Section):
     """Precision in which gradients of bf16 weights are added up over micro-batches and replicas, and stored."""
     momentum: float = Field(0.9, gt=0, lt=1)
     """Momentum of sgd and muon."""
+    matrices: Literal["parts", "whole"] = "parts"
+    """What muon makes orthogonal: each part of a fused weight, such as x and z of in_proj, or the weight as a whole."""
+    newton_schulz: Literal["quintic", "jordan"] = "quintic"
+    """Coefficients of muon's five Newton-Schulz steps. quintic ends nearer to an orthogonal matrix."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)

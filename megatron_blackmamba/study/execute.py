@@ -134,7 +134,7 @@ def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpu
     request = JobRequest(nodes=1, gpus_per_node=number, gpu_type=gpu_type, time=hours, python=python, options=options)
     for cell in cells:
         marker = configs / f"{cell.name}.job"
-        if cell.done or (marker.exists() and _in_queue(marker.read_text().strip())):
+        if cell.done or (marker.exists() and _in_queue(marker.read_text(encoding="utf-8").strip())):
             continue
         job = submit(cell.config, request).jobs[0]
         atomic.write_text(marker, f"{job}\n")

@@ -255,7 +255,7 @@ def _find_file(name: str | os.PathLike[str], revision: str | None) -> Path:
     try:
         import huggingface_hub as hub
 
-        file = {"repo_id": text, "filename": "tokenizer.json", "revision": revision}
+        file: dict[str, Any] = {"repo_id": text, "filename": "tokenizer.json", "revision": revision}
         try:
             hub.get_hf_file_metadata(hub.hf_hub_url(**file))  # asks once; a download tries for 24 s without network
         except Exception:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_blackmamba import data, model, optimizers
+from megatron_blackmamba import data, model
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.config import RunConfig, to_saved
 from megatron_blackmamba.engine import foreign
@@ -70,7 +70,6 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
             die_with_parent(os.getppid())
         foreign.refuse_missing()
         layout.check(config, place.size)
-        optimizers.refuse_missing(config.optimizer)
         resume.refuse_start(config)
         if place.rank == 0:
             with contextlib.suppress(OSError):  # standard output may lie on a full disk

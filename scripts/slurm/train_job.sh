@@ -290,13 +290,17 @@ train() {
 # rank's exit code where srun told it.
 report_failure() {
     local rank words
+    NO_MEMORY=0
     read -r rank words < <(first_failure)
     if [ -z "$rank" ]; then
         say "training failed: srun ended with code $STATUS and named no rank. Its messages, and the end of rank 0's log:"
         rank=0
     else
         say "training failed: rank $rank was the first ($words). srun's messages, and the end of that rank's log:"
-        case $words in "Exited with exit code "*) STATUS=${words##* } ;; esac
+        case $words in
+            "Exited with exit code "*) STATUS=${words##* } ;;
+            "Out Of Memory"*) NO_MEMORY=1 ;;
+        esac
     fi
     tail -n 20 "$SRUN_LOG"
     tail -n 20 "$LOGS/rank-$rank.log"
@@ -324,6 +328,11 @@ train_with_restarts() {
         if saved_since "$before"; then
             left=$RESTARTS
             rm -f "$LOGS"/idle_start-*
+        elif [ "$NO_MEMORY" -eq 1 ]; then
+            say "a node has too little memory, and another try needs as much: use fewer processes on it, a smaller"
+            say "training.micro_batch or training.recompute=layers"
+            STATUS=2
+            return
         fi
         end_steps || { say "steps of this job do not end; unreachable nodes: ${UNFIT[*]:-none}"; return; }
         [ "$TIME_IS_UP" -eq 0 ] || break

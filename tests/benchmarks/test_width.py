@@ -21,7 +21,7 @@ def test_width_transfer_keeps_changes_stable(letter):
         assert float(row["without: change"]) > change + 0.3, row
 
 
-def test_best_rate_is_the_lowest_point_of_a_parabola():
+def test_best_rate_is_lowest_point_of_a_parabola():
     def losses(shift):
         return {rate: (k - shift) ** 2 for k, rate in enumerate((1.0, 2.0, 4.0, 8.0))}
 

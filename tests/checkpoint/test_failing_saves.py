@@ -94,7 +94,7 @@ def test_save_after_all_faults_works(saves):
     assert last["said"] == [f"saved step {last['step']}"] and last["newest"] == last["step"]
 
 
-def test_each_rank_holds_only_its_part_of_the_optimizer(saves):
+def test_each_rank_holds_only_its_part_of_optimizer(saves):
     mine, theirs = (rank[-1]["elements"] for rank in saves)
     for what in ("to save", "to load"):
         assert mine[what] + theirs[what] == mine["all"] == theirs["all"] > 0, what

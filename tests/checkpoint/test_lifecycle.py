@@ -85,7 +85,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(checkpoints, trainable):
     assert made.state(3) == state(3)
 
 
-def test_a_save_starts_no_server_and_leaves_megatron_core_its_queue(checkpoints):
+def test_save_starts_no_server_nor_takes_the_queue(checkpoints):
     """megatron-core would start a process for results; its own saves in this process need that."""
     save(checkpoints(), 1)
     assert not any("Manager" in child.name for child in multiprocessing.active_children())

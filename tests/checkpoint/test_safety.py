@@ -173,7 +173,7 @@ def shard(run):
     return next(run.checkpoint(7).glob("*.distcp"))
 
 
-def test_missing_or_cut_shard_is_named_before_anything_is_loaded(run):
+def test_missing_or_cut_shard_is_named_before_loading(run):
     path = shard(run)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
@@ -194,7 +194,7 @@ def test_shard_that_cannot_be_read_is_named(run):
             pass
 
 
-def test_removed_checkpoints_of_a_complete_run_are_named_as_such(run):
+def test_complete_run_s_removed_checkpoints_are_named(run):
     run.config.touch()
     (run.root / "checkpoints").rename(run.root / "elsewhere")
     with pytest.raises(DamagedCheckpoint, match="has not saved a checkpoint yet"):

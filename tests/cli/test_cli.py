@@ -32,7 +32,7 @@ def test_commands_import_extensions(tmp_path):
     assert done.returncode == 0 and "pattern: MA" in done.stdout, done.stderr
 
 
-def test_a_run_names_the_module_that_its_layers_need(tmp_path):
+def test_run_names_the_module_that_its_layers_need(tmp_path):
     train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=1", "training.global_batch=1")
     done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def run_without(module, *words):
 
 def test_chat_names_what_to_install():
     done = run_without("starlette", "chat", "nowhere")
-    told = "blackmamba: starlette or uvicorn is missing: pip install 'megatron-blackmamba[chat]'\n"
+    told = "blackmamba: starlette or uvicorn is missing: pip install -e '.[chat]'\n"
     assert (done.returncode, done.stderr) == (2, told)
 
 

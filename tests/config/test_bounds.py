@@ -119,7 +119,7 @@ UNFIT = [
 
 
 @pytest.mark.parametrize("override, told", UNFIT)
-def test_values_that_do_not_fit_each_other_are_refused(override, told):
+def test_values_that_contradict_each_other_are_refused(override, told):
     attention = ["model.pattern=M*", "model.attention.heads=4"]
     load("tiny", attention)
     with pytest.raises(ConfigError, match=told):

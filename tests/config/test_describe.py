@@ -34,7 +34,7 @@ def test_every_key_tells_what_it_takes():
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_new_file_describes_the_run_it_is_made_from(name, tmp_path):
+def test_new_file_describes_run_it_is_made_from(name, tmp_path):
     file = tmp_path / "mine.yaml"
     write_new("mine", name, ["training.seed=7"], file)
     assert load(file) == load(name, ["name=mine", "training.seed=7"])

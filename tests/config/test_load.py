@@ -405,7 +405,7 @@ def test_layers_that_a_key_changes_read_it(change):
 
 
 @pytest.mark.parametrize("spec", ["trunk", "trunk@80", "trunk/checkpoints/step_00000080"])
-def test_trunk_in_a_file_is_relative_to_that_file(write, tmp_path, spec):
+def test_trunk_in_file_is_relative_to_that_file(write, tmp_path, spec):
     (tmp_path / "trunk/checkpoints/step_00000080").mkdir(parents=True)
     file = write("mine.yaml", f"include: tiny\nstart: {{branch: {spec}}}\n")
     assert load(file).start.branch == f"{tmp_path}/{spec}"
@@ -466,3 +466,17 @@ def test_invalid_yaml_is_named_by_file_and_line(tmp_path):
 def test_a_run_writes_to_no_object_storage():
     with pytest.raises(ConfigError, match=r"folder=s3://bucket/runs: a run writes to a folder of a file system"):
         load("tiny", ["folder=s3://bucket/runs"])
+
+
+@pytest.mark.parametrize("tokens", ["1GB", "10Q", "3 B"])
+def test_count_with_unknown_unit_names_the_known_ones(tokens):
+    assert f"training.tokens={tokens!r}: write a whole number with K, M, B or T" in refusal(
+        "tiny", [f"training.tokens={tokens}"]
+    )
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("mine.yaml", "`blackmamba new mine` writes one"), ("runs/nope", "")])
+def test_a_missing_file_is_no_shipped_run(name, remedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refusal(name)
+    assert said.startswith(f"{name}: no such file (working folder: {tmp_path})") and said.endswith(remedy or ")")

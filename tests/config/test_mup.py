@@ -70,7 +70,7 @@ def test_a_fixed_rank_of_dt_does_not_grow():
     assert torch.equal(scaled * 4, fixed)
 
 
-def test_attention_scale_falls_with_the_channels_of_a_head():
+def test_attention_scale_falls_with_channels_of_a_head():
     assert wide().model.attention_scale == pytest.approx(64**-0.5 * 2 / 4)  # 16 channels in the base model
     assert wide("model.mup.base_heads=1").model.attention_scale is None
     assert wide("model.multipliers.attention=0.3").model.attention_scale == pytest.approx(0.3 / 4)

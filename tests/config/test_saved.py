@@ -190,7 +190,7 @@ INSIDE = ("config.yaml", "checkpoints/step_00000007/config.yaml", "launch/001/co
 
 
 @pytest.mark.parametrize("inside", INSIDE)
-def test_config_of_a_moved_run_does_not_train_in_its_old_folder(saved_run, inside):
+def test_moved_run_does_not_train_in_old_folder(saved_run, inside):
     """It would begin anew there and leave the moved checkpoints alone."""
     assert load(saved_run / inside, to_train=True).name == "old"
     moved = saved_run.rename(saved_run.with_name("new name"))
@@ -202,7 +202,7 @@ def test_config_of_a_moved_run_does_not_train_in_its_old_folder(saved_run, insid
     assert load(moved / inside, ["name=other"], to_train=True).name == "other"
 
 
-def test_config_of_a_run_is_refused_in_another_directory(saved_run, tmp_path, monkeypatch):
+def test_config_of_run_is_refused_in_another_directory(saved_run, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match=f"name=old folder={saved_run.parent}"):

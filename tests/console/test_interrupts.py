@@ -130,7 +130,7 @@ def test_a_handler_of_the_program_is_called_instead(tmp_path):
     assert process.communicate(timeout=120)[0] == "handled\n" and process.returncode == 3
 
 
-def test_other_signals_are_not_taken_by_the_watching_thread(tmp_path):
+def test_other_signals_are_not_taken_by_watching_thread(tmp_path):
     """A thread that does not block SIGTERM would let it end a run that is still importing."""
     process = start(tmp_path, HOLDS)
     wait_for(process)

@@ -34,7 +34,7 @@ def standard_error(monkeypatch):
     return lambda: said.getvalue().splitlines()
 
 
-def test_a_file_gets_the_part_done_and_the_time_left(monkeypatch):
+def test_file_gets_part_done_and_the_time_left(monkeypatch):
     lines = standard_error(monkeypatch)
     state = [State(0.2, "piqa")]
     with Progress(lambda: state[0], every=0.02):
@@ -48,7 +48,7 @@ def test_a_file_gets_the_part_done_and_the_time_left(monkeypatch):
     assert "left" not in lines()[-1]
 
 
-def test_work_of_unknown_length_shows_how_long_it_takes(monkeypatch):
+def test_work_of_unknown_length_shows_its_duration(monkeypatch):
     lines = standard_error(monkeypatch)
     show = working("planning")
     show._every = 0.02

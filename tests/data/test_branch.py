@@ -52,7 +52,7 @@ def test_branch_reads_the_trunk_then_the_new_mixture(trunk, better, tmp_path):
     assert {after.source_names[after.train[k]["dataset_id"]] for k in range(FIRST + 30, 90)} == {"b"}
 
 
-def test_a_source_of_both_goes_on_where_the_trunk_left_it(trunk, better):
+def test_shared_source_goes_on_where_trunk_left_it(trunk, better):
     """The trunk reads 7 windows of b in 40 samples; the branch reads the other 36 before it reads one of them again."""
     after = plan(trunk, continued(Mixture.read(trunk), Mixture.read(better), FIRST, 16))
     of_b = [tuple(tokens) for tokens in samples(after, 0, 90) if 10_000 <= tokens[0] < 10_700]
@@ -74,7 +74,7 @@ def test_a_branch_of_a_branch(trunk, better):
     assert "a" in {second.source_names[second.train[k]["dataset_id"]] for k in range(FIRST + 20, FIRST + 60)}
 
 
-def test_other_text_under_the_trunk_s_name_is_refused(trunk, tmp_path):
+def test_other_text_under_trunk_s_name_is_refused(trunk, tmp_path):
     write_shard(tmp_path / "other/shard", 50_000, 400)
     other = write_mixture(tmp_path / "other", [{"name": "b", "shards": "shard"}])
     with pytest.raises(MixtureError, match="source 'b' holds other text than the trunk's source of that name"):

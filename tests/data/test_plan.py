@@ -166,7 +166,7 @@ def test_a_run_without_a_sample_is_refused(mixture):
         plan(mixture, total_samples=0)
 
 
-def test_reset_at_a_token_that_ends_no_document_is_refused(mixture):
+def test_reset_at_a_token_inside_documents_is_refused(mixture):
     eod = find_shards(next(mixture.parent.rglob("*.idx")).parent)[0].manifest.eod_id
     for right in (None, eod):
         build(data_config(mixture), vocab_size=VOCAB, total_samples=10, eod_reset=right)

@@ -1,3 +1,8 @@
+import contextlib
+import os
+import pty
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -133,3 +138,15 @@ def test_bytes_alone_are_the_smallest_tokenizer(text, tmp_path):
     assert load_tokenizer(tmp_path / "out/tokenizer.json").vocab_size == 257
     with pytest.raises(InputError, match="at least 257"):
         tokenize([text], tmp_path / "out", TokenizeOptions(train_tokenizer=256, workers=1, quiet=True))
+
+
+def test_training_draws_no_bars_of_its_library():
+    """On a terminal they would be beside ours."""
+    ours, theirs = pty.openpty()
+    train = "from megatron_blackmamba.data_tools.bpe import train; train([['some text and more text'] * 9] * 9, 300)"
+    subprocess.run([sys.executable, "-c", train], check=True, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    with contextlib.suppress(OSError):  # nothing was written
+        assert os.read(ours, 10_000) == b""
+    os.close(ours)

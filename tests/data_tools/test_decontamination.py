@@ -176,7 +176,7 @@ doc_to_target: gold
     assert "\n" not in str(refused.value)
 
 
-def test_items_are_found_in_the_forms_in_which_they_leak():
+def test_items_are_found_in_their_leaked_forms():
     choose = random.Random(0)
     items = [*generated(12, choose)]
     rows = [Item(f"{item.task}:{number}", (item.plain, item.question)) for number, item in enumerate(items)]

@@ -113,7 +113,7 @@ def test_preferred_file_is_kept_among_equally_long_copies(words, write_jsonl, tm
 
 
 @thorough
-def test_kept_set_is_the_same_from_any_order_and_number_of_parts(words, write_jsonl, tmp_path):
+def test_kept_set_depends_on_no_order_or_parts(words, write_jsonl, tmp_path):
     texts = [" ".join(words.take(words.choose.randint(30, 120))) for _ in range(60)]
     texts += [copy for text in texts for copy in (text, edited(text, 12), edited(text, 10, 3), text.upper())]
     sets = []
@@ -169,7 +169,7 @@ def test_languages_without_spaces_are_compared_by_characters(words, letters, len
 
 @pytest.mark.parametrize("language", ["zho", "tha", "xx"])
 @pytest.mark.parametrize("verb", ["dedup", "decontaminate"])
-def test_language_without_a_splitter_is_refused_in_one_line(verb, language, write_jsonl, tmp_path):
+def test_language_without_splitter_is_refused_in_one_line(verb, language, write_jsonl, tmp_path):
     try:
         from datatrove.utils.word_tokenizers import load_word_tokenizer
 
@@ -255,7 +255,7 @@ def test_many_parts_need_few_open_files(words, tmp_path):
     assert "documents in 130 parts: about" in done.stdout
 
 
-def test_too_few_open_files_are_refused_at_the_start(write_jsonl, tmp_path, monkeypatch):
+def test_too_few_open_files_are_refused_at_start(write_jsonl, tmp_path, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     with pytest.raises(InputError, match="ulimit -n 64: this needs 128 open files"):
         dedup(write_jsonl("a.jsonl", ["one text"]), tmp_path / "out")
@@ -278,7 +278,7 @@ def test_large_group_gives_bounded_pairs():
     assert len(propose(group, 0.99)) == 0  # no two are of nearly one size
 
 
-def test_similarity_is_exact_below_the_sketch_and_close_above():
+def test_similarity_is_exact_below_sketch_and_close_above():
     choose = np.random.RandomState(0)
     shingles = np.unique(choose.randint(0, 1 << 32, 9000, dtype=np.uint32))
     choose.shuffle(shingles)

@@ -352,7 +352,7 @@ def test_counts_of_one_document_are_numbers(tmp_path, write_jsonl):
     assert source["removed"] == 0 and type(source["removed"]) is int and type(source["changed"]) is int
 
 
-def test_shards_and_cleaned_text_need_folders_of_their_own(corpus, tmp_path, run):
+def test_shards_and_cleaned_text_need_separate_folders(corpus, tmp_path, run):
     clean("filter", tmp_path / "recipe.yaml", corpus, tmp_path / "clean")
     with pytest.raises(InputError, match="clean: holds cleaned text"):
         run(corpus, out="clean")

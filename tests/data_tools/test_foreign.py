@@ -144,7 +144,7 @@ def test_empty_documents_of_an_adopted_file_are_counted(tmp_path, documents, tok
     assert CliRunner().invoke(app, ["data", "verify", str(tmp_path)]).exit_code == 0
 
 
-def test_an_adopted_file_is_found_by_its_own_name(tmp_path, documents, tokenizer_file):
+def test_adopted_file_is_found_by_its_own_name(tmp_path, documents, tokenizer_file):
     for name, save in (("bare", lambda path, ids: ids.tofile(path)), ("numpy", np.save)):
         path = tmp_path / f"{name}.npy"
         save(path, np.concatenate(documents).astype("uint16"))

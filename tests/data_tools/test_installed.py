@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_nothing_but_the_package_is_installed(installed):
         assert (package / needed).is_file(), needed
     assert {path.name for path in tools.glob("*.py")} == {path.name for path in (ROOT / "data_tools").glob("*.py")}
     assert not tools.is_symlink()
+
+
+def test_source_archive_holds_what_a_build_needs(tmp_path):
+    words = ["-q", "egg_info", "--egg-base", tmp_path, "sdist", "--dist-dir", tmp_path]
+    subprocess.run([sys.executable, "setup.py", *words], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").iterdir()}
+    assert sources <= held and {"LICENSE", "README.md", "pyproject.toml", "configs/run/tiny.yaml"} <= held
+    assert {"megatron_blackmamba/data_tools/readers.py", "scripts/slurm/train_job.sh"} <= held
+    assert not any(name.startswith("tests/") or name.endswith((".so", ".pyc")) for name in held)
 
 
 def test_other_data_tools_package_does_not_collide(installed, tmp_path):

@@ -167,9 +167,7 @@ def test_shards_from_s3_to_s3_equal_local_ones(s3, shards, tmp_path, tokenizer_f
 
 
 @pytest.mark.parametrize("name, pieces", [("a.jsonl", 1), ("c.parquet", 2)])
-def test_an_object_replaced_while_it_is_tokenized_is_noticed(
-    s3, raw, tokenizer_file, tmp_path, monkeypatch, name, pieces
-):
+def test_object_replaced_while_it_is_tokenized_is_noticed(s3, raw, tokenizer_file, tmp_path, monkeypatch, name, pieces):
     content, url = (raw / name).read_bytes(), f"s3://bucket/replaced/{name}"
     other, read, whole = content.replace(b"document", b"DOCUMENT"), [], remote.RemoteFile.readinto
     assert other != content
@@ -239,7 +237,7 @@ def download(url, target, monkeypatch, after):
     return len(pieces)
 
 
-def test_a_part_is_continued_unless_the_object_was_replaced(s3, tmp_path, monkeypatch):
+def test_part_is_continued_unless_the_object_was_replaced(s3, tmp_path, monkeypatch):
     def stop():
         raise Stop
 
@@ -271,7 +269,7 @@ def test_a_full_cache_disk_is_named(s3, tmp_path):
     assert message in done.stderr
 
 
-def test_array_tasks_of_one_machine_keep_each_others_shards(s3, raw, tokenizer_file, monkeypatch):
+def test_array_tasks_keep_each_others_shards(s3, raw, tokenizer_file, monkeypatch):
     """The second task of --array starts while the first uploads."""
     url, upload, manifests = "s3://bucket/tokens/array", object_storage.upload, []
 
@@ -429,7 +427,7 @@ def test_a_datatrove_pipeline_writes_shards_to_s3(s3, raw, tokenizer_file, tmp_p
     assert not (tmp_path / "s3:").exists()
 
 
-def test_records_of_equal_names_below_two_urls_are_told_apart(s3, tmp_path, tokenizer_file):
+def test_equal_names_below_two_urls_are_told_apart(s3, tmp_path, tokenizer_file):
     for folder in ("web", "code"):
         lines = [json.dumps({"text": f"{folder} {i}" if i != 2 or folder == "web" else ""}) for i in range(6)]
         s3.pipe_file(f"bucket/twins/{folder}/0.jsonl", "\n".join(lines).encode())

@@ -161,7 +161,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     assert read(tmp_path / "a.jsonl")[0] == read(tmp_path / "a.txt", "text")[0] == [(1, "good")]
 
 
-def test_appended_files_may_begin_with_a_byte_order_mark(tmp_path):
+def test_appended_files_may_begin_with_byte_order_mark(tmp_path):
     marked = b"\xef\xbb\xbf" + GOOD + b"\n"
     (tmp_path / "a.jsonl").write_bytes(marked + marked + b"\xef\xbb\xbf\n")
     documents, rejected = read(tmp_path / "a.jsonl")
@@ -243,7 +243,7 @@ def test_row_batches_have_similar_sizes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, name):
+def test_file_that_changes_while_read_is_noticed(tmp_path, name):
     path, texts = tmp_path / name, ["one", "two"]
 
     def write(texts):
@@ -262,7 +262,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path, name):
         list(batches)
 
 
-def test_a_bad_record_of_a_file_that_changes_is_explained_by_the_change(tmp_path):
+def test_bad_record_is_explained_by_a_changed_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + b"x" * 20)
 
@@ -276,7 +276,7 @@ def test_a_bad_record_of_a_file_that_changes_is_explained_by_the_change(tmp_path
         list(batches)
 
 
-def test_fields_without_a_name_and_empty_markers_are_refused():
+def test_fields_without_name_and_empty_markers_are_refused():
     for fields in ((), ("text", "")):
         with pytest.raises(InputError, match="--field needs the name of a field"):
             ReadOptions(fields=fields)

@@ -194,7 +194,7 @@ def test_the_folder_for_the_shards_is_no_input(corpus):
         find_sources(["c"], apart="c")
 
 
-def test_files_without_a_suffix_are_named_one_by_one(tmp_path):
+def test_files_without_suffix_are_named_one_by_one(tmp_path):
     for name in ("page", "another"):
         (tmp_path / name).write_text("some text")
     with pytest.raises(InputError, match="Name the files one by one, with --format text"):

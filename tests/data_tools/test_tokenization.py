@@ -190,7 +190,7 @@ def test_a_shard_without_a_document_is_refused(run, tmp_path):
         run(tmp_path / "a.jsonl")
 
 
-def test_text_that_becomes_the_end_of_a_document_is_refused(run, write_jsonl, tokenizer, tmp_path):
+def test_text_that_becomes_end_of_document_is_refused(run, write_jsonl, tokenizer, tmp_path):
     letter = tokenizer.decode(tokenizer.encode("q"))
     assert letter == "q"  # one token, so that it can be named as the end
     with pytest.raises(InputError, match=r"a\.jsonl, record 2: its text becomes q, the end of a document"):

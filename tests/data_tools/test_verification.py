@@ -65,6 +65,7 @@ def test_truncated_and_missing_files_need_no_token_scan(folder, quick):
     assert "the file was truncated or replaced" in found[0]
     assert "shard_00002.idx: no such index" in found[1]
     assert "shard_00003.manifest.json: no such manifest" in found[2]
+    assert {(each.documents, each.tokens) for each in verify([folder], quiet=True, quick=quick)} == {(0, 0)}
 
 
 def test_tokens_beyond_vocabulary_and_misplaced_eods_are_found(folder, monkeypatch):

@@ -83,7 +83,7 @@ def test_pages_name_the_command_that_prints(page):
         )
 
 
-def test_state_of_the_confirmation_is_that_of_its_points(printed):
+def test_state_of_confirmation_is_that_of_its_points(printed):
     """The page says how many points there are, and what the declared comparisons say of them."""
     first, *said = [
         line for line in printed("confirm").splitlines() if "points are finished" in line or "Declared" in line
@@ -97,7 +97,7 @@ def seeds_of(cell):
     return [float(value.replace("−", "-")) for value in re.findall(r"[−+]?\d+\.\d+", cell)]
 
 
-def test_differences_of_the_earlier_study_follow_from_its_losses():
+def test_differences_of_earlier_study_follow_from_its_losses():
     """Its results were not kept, so the page's two tables must agree with each other."""
     text = (DOCS / "study.md").read_text()
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines() if row.startswith("|")]

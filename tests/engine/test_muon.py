@@ -5,29 +5,35 @@ import torch
 
 from megatron_blackmamba import model
 from megatron_blackmamba.config import ParallelConfig, load
-from megatron_blackmamba.optimizers.muon import Muon
+from megatron_blackmamba.engine import muon as engine
+from megatron_blackmamba.ops import orthogonal as ops
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.schedule import Schedule
-
-pytestmark = pytest.mark.skipif(bool(Muon().missing()), reason="megatron-core's Muon cannot run here")
 
 RATE, MOMENTUM, DECAY, BETAS, EPS = 0.01, 0.8, 0.1, (0.7, 0.9), 1e-6
 RUN = [
     *('model.pattern="MES*-"', "model.hidden_size=16", "model.expert_hidden_size=24", "model.experts=3"),
     *("model.vocab_size=32", "model.mlp_hidden_size=20", "model.shared_expert_hidden_size=8"),
     *("model.attention.heads=4", "model.attention.kv_heads=2", "model.mamba2.head_dim=8", "model.state_size=8"),
-    *("model.tie_embeddings=false", "optimizer.kind=muon", "optimizer.distributed=false", "optimizer.clip=0"),
+    *("model.tie_embeddings=false", "optimizer.kind=muon", "optimizer.clip=0"),
     *(f"optimizer.learning_rate={RATE}", "optimizer.decay=constant", "optimizer.warmup_fraction=0"),
     *(f"optimizer.momentum={MOMENTUM}", f"optimizer.weight_decay={DECAY}", f"optimizer.eps={EPS}"),
     *(f"optimizer.beta1={BETAS[0]}", f"optimizer.beta2={BETAS[1]}"),
 ]
-ORTHOGONAL = {
-    *("0.mixer.in_proj", "0.mixer.x_proj", "0.mixer.dt_proj", "0.mixer.out_proj"),
-    *("1.mixer.router", "1.mixer.experts.fc1", "1.mixer.experts.fc2"),
-    *("1.mixer.shared_experts.linear_fc1", "1.mixer.shared_experts.linear_fc2"),
-    *("2.mixer.in_proj", "2.mixer.out_proj", "3.mixer.linear_qkv", "3.mixer.linear_proj"),
-    *("4.mixer.linear_fc1", "4.mixer.linear_fc2"),
+ORTHOGONAL = {  # and the rows of its parts
+    "0.mixer.in_proj": [32, 32],
+    "0.mixer.out_proj": [16],
+    "1.mixer.experts.fc1": [],
+    "1.mixer.experts.fc2": [],
+    "1.mixer.shared_experts.linear_fc1": [8, 8],
+    "1.mixer.shared_experts.linear_fc2": [16],
+    "2.mixer.in_proj": [32, 32, 128, 128, 4],
+    "2.mixer.out_proj": [16],
+    "3.mixer.linear_qkv": [],
+    "3.mixer.linear_proj": [16],
+    "4.mixer.linear_fc1": [20, 20],
+    "4.mixer.linear_fc2": [16],
 }
 QUINTIC = [
     *((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037)),
@@ -48,23 +54,27 @@ def orthogonal(matrix):
     return 0.2 * max(matrix.shape) ** 0.5 * x
 
 
-def direction(name, momentum):
-    """Return the update of a momentum: one matrix for each expert, and one each for queries, keys and values."""
-    if name.endswith(("fc1", "fc2")) and ".experts." in name:
-        return torch.stack([orthogonal(expert.flatten(0, -2)).view(expert.shape) for expert in momentum])
+def direction(name, momentum, whole):
+    """Return the update of a momentum: one matrix for each part of a weight, and for each expert."""
+    if whole:
+        experts = momentum.flatten(1, -2) if ".experts." in name else momentum[None]
+        return torch.stack([orthogonal(matrix) for matrix in experts]).view(momentum.shape)
+    if ".experts." in name:
+        matrices = momentum.flatten(0, -3)  # gate and up of an expert by themselves
+        return torch.stack([orthogonal(matrix) for matrix in matrices]).view(momentum.shape)
     if name.endswith("linear_qkv"):
         groups = momentum.view(2, 4 * 4, 16).split([8, 4, 4], 1)  # two heads of four, then their key and value
         parts = [orthogonal(part.flatten(0, 1)).view(part.shape) for part in groups]
         return torch.cat(parts, 1).view(momentum.shape)
-    return orthogonal(momentum)
+    return torch.cat([orthogonal(part) for part in momentum.split(ORTHOGONAL[name])])
 
 
-def muon(name, weight, gradients):
+def muon(name, weight, gradients, whole):
     momentum = torch.zeros_like(weight)
     for gradient in gradients:
         momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
         ahead = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
-        weight = weight * (1 - RATE * DECAY) - RATE * direction(name, ahead)
+        weight = weight * (1 - RATE * DECAY) - RATE * direction(name, ahead, whole)
     return weight
 
 
@@ -82,9 +92,11 @@ def place():
     world.shutdown()
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp64", 1e-12), ("fp32", 2e-5)])
-def test_update_matches_float64_reference(place, precision, tolerance):
-    config = load("tiny", [*RUN, f"training.precision={precision}"])
+@pytest.mark.parametrize(
+    "precision, tolerance, matrices", [("fp64", 1e-12, "parts"), ("fp64", 1e-12, "whole"), ("fp32", 2e-5, "parts")]
+)
+def test_update_matches_float64_reference(place, precision, tolerance, matrices):
+    config = load("tiny", [*RUN, f"training.precision={precision}", f"optimizer.matrices={matrices}"])
     trainable = make_trainable(config, model.build(config, place), place)
     weights = {short(name): p for name, p in trainable.model.named_parameters()}
     random = torch.Generator().manual_seed(5)
@@ -95,13 +107,31 @@ def test_update_matches_float64_reference(place, precision, tolerance):
         for name, p in weights.items():
             p.main_grad.copy_(gradients[name][step])
         trainable.optimizer.step()
-    assert set(weights) > ORTHOGONAL
+    assert set(weights) > ORTHOGONAL.keys()
     for name, p in weights.items():
         given = gradients[name].double()
         if name in ORTHOGONAL:
-            expected = muon(name, before[name], given)
+            expected = muon(name, before[name], given, matrices == "whole")
         else:
             expected = adam(before[name], given, 0.0 if getattr(p, "no_weight_decay", False) else DECAY)
         torch.testing.assert_close(
             p.detach().double(), expected, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("steps, off", [("quintic", 0.2), ("jordan", 0.35)])
+@pytest.mark.parametrize("shape", [(3, 24, 64), (1, 64, 24), (2, 16, 16)])
+def test_singular_values_end_near_one(steps, off, shape):
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u, _, v = torch.linalg.svd(given, full_matrices=False)
+    values = torch.linspace(0.05, 1, min(shape[1:]), dtype=torch.float64)
+    made = ops.orthogonal(u * values @ v, steps)
+    assert (torch.linalg.svdvals(made) - 1).abs().max() < off
+    assert torch.equal(ops.orthogonal(torch.zeros(shape), steps), torch.zeros(shape))
+
+
+def test_matrices_go_to_the_ranks_with_least_work():
+    matrix = engine.Matrix(((0, 64),), 8, None)
+    halves, left = [[(0, 32)], [(32, 64)]], [[(0, 64)], []]
+    pieces = engine.assigned([engine.Piece(n, matrix, by) for n, by in enumerate([halves, left, halves, halves])], 2)
+    assert [piece.owner for piece in pieces] == [1, 0, 0, 1]

@@ -129,7 +129,7 @@ def test_watch_goes_on_after_a_damaged_checkpoint(run, data, capsys):
     assert len(read_evaluation(RunFolder(run).evaluation(2)).results) == 2
 
 
-def test_claim_is_aged_by_the_clock_of_the_file_system(run, monkeypatch):
+def test_claim_is_aged_by_clock_of_file_system(run, monkeypatch):
     with claim(run, 1):
         monkeypatch.setattr(time, "time", lambda later=time.time() + 7200: later)
         assert is_claimed(run, 1)

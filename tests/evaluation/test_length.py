@@ -40,7 +40,7 @@ def one_pass(decoder, tokens):
 
 
 @pytest.mark.parametrize("more", [{}, {"eod_reset": 9}], ids=["plain", "resetting"])
-def test_pieces_and_windows_have_the_nats_of_whole_passes(monkeypatch, more):
+def test_pieces_and_windows_have_nats_of_whole_passes(monkeypatch, more):
     monkeypatch.setattr(scoring, "PIECE", 7)
     monkeypatch.setattr(scoring, "HEAD_ROWS", 5)
     decoder = Decoder(pack(random_model("M*E-", None, **more), torch.float32))
@@ -77,7 +77,7 @@ def test_loss_by_position_equals_that_of_transformers(export, text, tmp_path):
     assert result.rows[0]["window_bits_per_byte"] == pytest.approx(result.rows[0]["bits_per_byte"])  # trained on 64
 
 
-def test_a_killed_measurement_goes_on_with_the_next_sequence(export, text, tmp_path, monkeypatch):
+def test_killed_measurement_goes_on_with_the_next_sequence(export, text, tmp_path, monkeypatch):
     whole = evaluate(export("MEME"), options((str(text),), ("length:loss",), out=tmp_path / "whole.json"))
     measured, plain = [], length._of_sequence
 
@@ -98,7 +98,7 @@ def test_a_killed_measurement_goes_on_with_the_next_sequence(export, text, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["passkey", "recall"])
-def test_a_question_differs_from_the_other_in_its_fact(tmp_path, kind):
+def test_question_differs_from_the_other_in_its_fact(tmp_path, kind):
     text = load_tokenizer(saved(tmp_path, trained()))
     for depth in retrieval.DEPTHS:
         made = [retrieval.QUESTION[kind](random.Random("a"), text, 400, depth) for _ in range(2)]
@@ -114,7 +114,7 @@ def test_a_question_differs_from_the_other_in_its_fact(tmp_path, kind):
         assert len(right) == len(other) and differing[-1] - differing[0] < 60
 
 
-def test_a_reader_of_the_context_gains_and_a_forgetful_one_does_not(export, tmp_path, monkeypatch):
+def test_only_a_reader_of_the_context_gains(export, tmp_path, monkeypatch):
     """One finds an answer that its context has; the other remembers 100 tokens."""
 
     def scores(self, pairs, longest=None, reach=None):
@@ -138,7 +138,7 @@ def test_a_reader_of_the_context_gains_and_a_forgetful_one_does_not(export, tmp_
         assert by_cell[160, 0.0] < by_cell[160, 1.0]
 
 
-def test_text_that_is_missing_or_short_is_one_line(export, text, tmp_path):
+def test_missing_or_short_text_is_one_line(export, text, tmp_path):
     with pytest.raises(EvaluationError, match=r"needs text\. Name files with --text FILE"):
         evaluate(export("MEME"), options())
     with pytest.raises(EvaluationError, match=r"the text has .* tokens, and --length is 99,999"):

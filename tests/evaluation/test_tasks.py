@@ -129,7 +129,7 @@ def test_fields_of_several_types_are_named(tmp_path):
         load(tmp_path, "piqa", GOOD["piqa"] | {"id": 1}, GOOD["piqa"] | {"id": "b"})
 
 
-def test_lines_and_records_that_do_not_fit_are_counted_from_one(tmp_path):
+def test_wrong_lines_and_records_are_counted_from_one(tmp_path):
     (tmp_path / "piqa.jsonl").write_text(f"{json.dumps(GOOD['piqa'])}\n\n[1]\n")
     with pytest.raises(EvaluationError, match=r"piqa\.jsonl, line 3: not a JSON object"):
         load_tasks(["piqa"], tmp_path, download=False)

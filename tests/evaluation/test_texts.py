@@ -95,7 +95,7 @@ def test_every_token_is_scored_once_with_enough_context(length, context):
     assert scored == tokens[1:]
 
 
-def test_finished_and_half_finished_texts_are_not_read_again(export, files, tmp_path, monkeypatch):
+def test_finished_texts_and_halves_are_not_read_again(export, files, tmp_path, monkeypatch):
     out, read = tmp_path / "scores.json", []
     model = export("MEME")
     plain = ScoredModel.scores
@@ -141,7 +141,7 @@ def test_damaged_and_missing_text_is_one_line(export, tmp_path):
         evaluate(export("MEME"), Options(device="cpu"))
 
 
-def test_the_command_takes_files_of_a_glob_and_adds_them_up(export, files, tmp_path, capsys):
+def test_command_adds_up_the_files_of_a_glob(export, files, tmp_path, capsys):
     words = ["evaluate", str(export("MEME")), "--context=16", f"--out={tmp_path / 's.json'}", "--json", "--device=cpu"]
     cli.app([*words, "--text", *map(str, files)], standalone_mode=False)
     said = json.loads(capsys.readouterr().out)

@@ -6,7 +6,7 @@ from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 
-def test_a_branch_keeps_its_checkpoint_until_it_has_one(tmp_path):
+def test_branch_keeps_its_checkpoint_until_it_has_one(tmp_path):
     trunk, branch = RunFolder(tmp_path / "trunk"), RunFolder(tmp_path / "branch")
     trunk.checkpoint(8).mkdir(parents=True)
     branch.root.mkdir()

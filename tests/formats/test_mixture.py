@@ -178,7 +178,7 @@ def test_one_error_names_all_sources_without_shards(tmp_path):
         ]
 
 
-def test_a_variable_that_is_not_set_is_named_once(tmp_path, monkeypatch):
+def test_variable_that_is_not_set_is_named_once(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_SUCH_ROOT", raising=False)
     mixture = read(tmp_path, "{root: $NO_SUCH_ROOT, sources: [{name: a, shards: a}, {name: b, shards: b}]}")
     with pytest.raises(MixtureError) as error:
@@ -228,14 +228,14 @@ def test_run_file_is_not_a_mixture(tmp_path):
         Mixture.read(tmp_path / "run.yaml")
 
 
-def test_raw_text_as_shards_is_told_how_to_tokenize(tmp_path):
+def test_raw_text_as_shards_is_referred_to_tokenize(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "mix.yaml").write_text("sources:\n  - {name: a, shards: a.txt}\n")
     with pytest.raises(MixtureError, match=r"data tokenize \S+/a.txt \S+/a_tokens --tokenizer FILE"):
         Mixture.read(tmp_path / "mix.yaml").prefixes()
 
 
-def test_a_name_of_a_source_is_refused_in_words(tmp_path):
+def test_name_of_a_source_is_refused_in_words(tmp_path):
     file = tmp_path / "mixture.yaml"
     file.write_text("sources: [{name: 中文, shards: a, weight: 1}]", encoding="utf-8")
     with pytest.raises(MixtureError) as refused:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.formats import atomic
-from megatron_blackmamba.formats.run_folder import RunFolder, RunFolderError
+from megatron_blackmamba.formats.run_folder import RunFolder, RunFolderError, near
 from megatron_blackmamba.formats.tree import files_under
 
 FILES = ("config.yaml", "data_plan.json", "tokenizer.json", "checkpoints/latest", "lock", "done", "requeue")
@@ -125,3 +125,12 @@ def test_a_full_disk_names_the_file(tmp_path):
 def test_a_link_to_itself_is_no_folder(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     assert list(files_under(tmp_path)) == [tmp_path / "loop"]
+
+
+def test_folder_that_was_meant_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/tiny", "runs/large"):
+        (tmp_path / name).mkdir(parents=True)
+    assert near(Path("tiny")) == near(Path("runs/tinny")) == "; did you mean runs/tiny?"
+    assert near(Path("runs/nope")) == "; runs holds large, tiny."
+    assert near(Path("nope")) == near(Path("none/nope")) == "."

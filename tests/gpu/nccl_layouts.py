@@ -9,12 +9,13 @@ outputs of its layers round otherwise. Drills run whole commands: a rank is kill
 layout, and a rank stops.
 
 Results are kept in FILE as they come, and a second call goes on with what is missing or failed. Exit code 1 if anything
-that ran failed. REHEARSE=1 runs the same over gloo on a machine without a GPU.
+that ran failed, 75 if something is left. REHEARSE=1 runs the same over gloo on a machine without a GPU.
 """
 
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,8 @@ Row = dict[str, Any]
 COMPARED = ("losses", "norms", "routed")
 MOST_FAILURES = 4
 """Layouts that may fail in a row by an error or a hang before the rest is left out, since it would fail too."""
+DRILLS_SHARE = 0.25
+"""Of the time, for each drill at most, before the layouts begin beside it."""
 NCCL = {
     SHARED: "1",
     "NCCL_DEBUG": "WARN",
@@ -339,7 +342,9 @@ def run_drill(name: str, folder: Path, results: Results, until: float) -> None:
     if results.passed("drills", name):
         return
     here, began = folder / name, time.monotonic()
-    here.mkdir()
+    if name in results.found["drills"]:  # it failed
+        shutil.rmtree(here, ignore_errors=True)
+    here.mkdir(parents=True, exist_ok=True)
     try:
         found = nccl_drills.DRILLS[name](here, nccl_drills.starter(here, environment, until))
     except nccl_drills.OutOfTime as late:
@@ -383,12 +388,15 @@ def main(arguments: list[str] | None = None) -> int:
     layouts = [layout for layout in cases.LAYOUTS if not options.only or layout.name in options.only]
     say(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPUs, gloo'}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="nccl_layouts_") as folder:
+        kept = options.results.with_suffix(".drills")  # a drill that was cut goes on in the next call
         drills = [
-            threading.Thread(target=run_drill, args=(name, Path(folder), results, until), daemon=True)
+            threading.Thread(target=run_drill, args=(name, kept, results, until), daemon=True)
             for name in ([] if options.no_drills else nccl_drills.DRILLS)
         ]
         for drill in drills:
             drill.start()
+        for drill in drills:  # layouts come later: eight ranks that spin took the drills more time than there was
+            drill.join(options.seconds * DRILLS_SHARE)
         with mps(Path(folder), options.mps) as more:
             pool = Pool(Path(folder), max(layout.ranks for layout in layouts), options.hang_seconds, more=more)
             try:
@@ -402,7 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
         counts["failed"] += sum(state is not None and bool(state["problems"]) for state in states)
         counts["not run"] += states.count(None)
     say(", ".join(f"{count} {what}" for what, count in counts.items()) + f", {time.monotonic() - began:.0f} s")
-    return 1 if counts["failed"] else 0
+    return 1 if counts["failed"] else 75 if counts["not run"] else 0
 
 
 if __name__ == "__main__":

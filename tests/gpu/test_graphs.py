@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.gpu.graph_pieces import PIECES, work_of
+
 pytestmark = pytest.mark.gpu
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -53,6 +55,39 @@ def trained(place, folder, cuda_graph, kind, micro_batches, *words):
             run.step.evaluate(iter([batch_of(999 + place) for place in range(micro_batches)]))
         found.append((losses.loss, losses.z_loss, losses.mtp_loss, losses.expert_tokens, update.grad_norm))
     return found, run.weights(), told
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_each_piece_is_captured_alone(name, place, tmp_path):
+    from megatron_blackmamba.training.step.graphs import Side
+    from tests.training.short_runs import Run
+
+    run, side = Run(place, tmp_path, "bf16", *SHAPE, "data.sequence_length=64", "model.eod_reset=0"), Side()
+    work = work_of(name, run.trainable.model, batch_of(0))
+    found, problems = side.tried(work)
+    assert not problems
+    recorded = side.captured(work)
+    recorded.replay()
+    assert found.keys() == recorded.found.keys()
+    assert [key for key, x in found.items() if not torch.equal(x, recorded.found[key])] == []
+
+
+def test_failed_capture_gives_its_memory_back(place):
+    from megatron_blackmamba.training.step.graphs import Side, _first_cause
+
+    side, said = Side(), ""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    try:
+        side.captured(lambda: {"sum": torch.ones(2**26, device="cuda").sum().item()})
+    except RuntimeError as error:
+        said = _first_cause(error)
+    side.free(after_failure=True)
+    assert "previous error" not in said and said
+    assert torch.cuda.memory_reserved() <= before
+    recorded = side.captured(lambda: {"ones": torch.ones(4, device="cuda")})
+    recorded.replay()
+    assert recorded.found["ones"].sum() == 4
 
 
 @pytest.mark.parametrize("router", ["sinkhorn", "quantile", "sinkhorn_bias"])

@@ -15,6 +15,6 @@ def test_nccl_layouts_agree_with_one_process():
     if not results:
         pytest.skip("set NCCL_RESULTS to a file for the results: this takes the GPU for minutes")
     arguments = ["--results", results, "--seconds", os.environ.get("NCCL_SECONDS", "600")]
-    assert nccl_layouts.main(arguments) == 0
+    assert nccl_layouts.main(arguments) in (0, 75)
     found = nccl_layouts.Results(Path(results)).found
     assert {*found["rows"], *found["drills"]}, "nothing was compared"

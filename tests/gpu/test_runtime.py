@@ -55,7 +55,7 @@ def test_the_tiny_model_learns_on_the_gpu(tmp_path, precision):
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
-def test_a_run_is_planned_resumed_and_exported_beside_a_gpu(tmp_path):
+def test_run_is_planned_resumed_and_exported_beside_gpu(tmp_path):
     """Commands that build a model elsewhere, on `meta` or the CPU, in a process that sees the GPU."""
     run = ("train", "tiny", "training.tokens=20480", "training.evaluate_every=0", f"folder={tmp_path}")
     assert "GiB" in blackmamba(tmp_path, "plan", "tiny", "--nodes", 1, "--gpus-per-node", 1)

@@ -176,7 +176,7 @@ def test_auto_backend_on_gpu_supports_resets():
     assert available_backends()["triton"] is None
 
 
-def test_tensors_on_the_cpu_take_a_backend_for_cpus():
+def test_tensors_on_cpu_take_a_backend_for_cpus():
     u, delta, A, B, C, *_ = (x.cpu() if torch.is_tensor(x) else x for x in problem(1, 16, 64).values())
     exact, _ = reference.scan(Inputs(u, delta, A, B, C, delta_softplus=True))
     assert (selective_scan(u, delta, A, B, C) - exact).norm() < 1e-4 * exact.norm()

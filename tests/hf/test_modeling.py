@@ -200,7 +200,7 @@ def test_ids_and_embeddings_exclude_each_other(model):
             model(**given)
 
 
-def test_a_mask_of_all_tokens_says_which_are_new(model):
+def test_mask_of_all_tokens_says_which_are_new(model):
     cache = model(torch.tensor([TOKENS[:8]]), use_cache=True).get(CACHE)
     for ids in (TOKENS[8:10], TOKENS[:10]):  # as transformers 4 asks, with the past or without
         asked = {"cache": cache, "attention_mask": torch.ones(1, 10, dtype=torch.long)}

@@ -89,7 +89,7 @@ def test_following_a_run_refuses_uploads(blackmamba, option):
     assert "Leave out --every" in blackmamba("export", "hf", "run", "out", "--every", "5", *option).stderr
 
 
-def test_a_dry_run_needs_a_name_to_upload_to(blackmamba):
+def test_dry_run_needs_a_name_to_upload_to(blackmamba):
     assert "--dry-run needs --push-to" in blackmamba("export", "hf", "run", "out", "--dry-run").stderr
 
 

@@ -457,7 +457,7 @@ def test_run_named_without_its_folder_is_suggested(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("made", ["", "runs/typos"])
-def test_mistyped_run_is_not_taken_for_a_name_on_the_hub(made, tmp_path, monkeypatch):
+def test_mistyped_run_is_not_sought_on_the_hub(made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(made).mkdir(parents=True, exist_ok=True)
     with pytest.raises(InterchangeError, match="runs/typo: no such folder") as refused:

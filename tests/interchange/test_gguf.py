@@ -143,7 +143,7 @@ def test_nan_is_named_and_leaves_no_file(source, tmp_path):
         ("nemotron_h", {"hybrid_override_pattern": "M*E"}, r"model\.mamba2\.time_step_min=0\.001: only 0 runs there"),
     ],
 )
-def test_command_refuses_by_key_what_llama_cpp_does_not_run(model_type, keys, told, tokenizer_file, tmp_path):
+def test_command_refuses_by_key_what_llama_cpp_lacks(model_type, keys, told, tokenizer_file, tmp_path):
     folder = write_model(model_type, tmp_path / "model", **{**SIZES, **ODD[model_type], **keys, "vocab_size": 340})
     command = ["export", "gguf", str(folder), str(tmp_path / "out.gguf")]
     failed = CliRunner().invoke(app, [*command, "--tokenizer", str(tokenizer_file)])

@@ -118,7 +118,7 @@ def test_every_tensor_of_the_source_is_accounted_for(theirs, tmp_path):
             native.read(folder)
 
 
-def test_truncated_shards_and_nan_are_named_and_leave_nothing(theirs, tmp_path):
+def test_truncated_shards_and_nan_are_named_without_leftovers(theirs, tmp_path):
     folder = changed(theirs, tmp_path / "model")
     file = sorted(folder.glob("*.safetensors"))[0]
     content = file.read_bytes()
@@ -161,7 +161,7 @@ def test_truncated_shards_and_nan_are_named_and_leave_nothing(theirs, tmp_path):
         ("mixtral", {"model_type": "falcon"}, "model_type is 'falcon'; import reads mamba, mamba2"),
     ],
 )
-def test_what_does_not_convert_is_named_by_key_and_value(model_type, changes, told, tmp_path_factory, tmp_path):
+def test_inconvertible_model_is_named_by_key_and_value(model_type, changes, told, tmp_path_factory, tmp_path):
     folder = tmp_path_factory.getbasetemp() / f"plain_{model_type}"
     if not folder.exists():
         write_model(model_type, folder)
@@ -208,7 +208,7 @@ def test_import_says_when_transformers_was_not_asked(reason, tmp_path, monkeypat
 
 
 @pytest.mark.xdist_group("layouts")
-def test_continued_training_is_equal_on_one_process_and_on_four(tmp_path):
+def test_continued_training_is_equal_on_four_processes(tmp_path):
     keys = {**SIZES, **ODD["nemotron_h"], "mamba_num_heads": 4, "n_groups": 2, "n_routed_experts": 4}
     source = write_model("nemotron_h", tmp_path / "model", **{**keys, "vocab_size": 64})
     convert.to_checkpoint(native.read(source), tmp_path / "start", verify=False)

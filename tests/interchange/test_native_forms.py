@@ -69,7 +69,7 @@ def test_these_settings_make_a_native_model(overrides, model_type):
         (["model.pattern=MM", *RMS, "model.multipliers.residual=2"], r"model.multipliers.residual=2\.0: set 1\.0"),
     ],
 )
-def test_what_keeps_a_model_from_being_native_is_named(overrides, told):
+def test_what_keeps_model_from_being_native_is_named(overrides, told):
     with pytest.raises(InterchangeError, match=told):
         native.architecture_of(load("tiny", overrides).model, "runs/tiny")
 

@@ -86,7 +86,7 @@ FULL = [
 
 
 @pytest.mark.parametrize(("command", "free"), FULL)
-def test_full_disk_is_one_line_that_names_the_output(command, free, sources, full_disk, tmp_path, monkeypatch, capsys):
+def test_full_disk_is_one_line_that_names_output(command, free, sources, full_disk, tmp_path, monkeypatch, capsys):
     if command == "export gguf":
         pytest.importorskip("gguf")
 

@@ -87,7 +87,7 @@ def test_single_expert_is_never_at_a_tie():
 # A folder that appears whole is also on the disk: its contents before the rename, its name after it.
 
 
-def test_contents_are_synced_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
+def test_contents_are_synced_before_rename_name_after(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(folder, "sync_folder", lambda path: synced.append((path, os.listdir(tmp_path))))
     with folder.new_folder(tmp_path / "out") as temporary:

@@ -29,7 +29,7 @@ def test_weights_of_an_export_start_the_same_run(overrides, tmp_path):
 
 @pytest.mark.parametrize("more", [(), ("model.state_size=8", "model.expand=3", "model.conv_kernel=3")])
 @pytest.mark.parametrize("overrides", FAMILIES.values(), ids=FAMILIES)
-def test_weights_of_a_native_export_start_the_same_run(overrides, more, tmp_path):
+def test_weights_of_native_export_start_the_same_run(overrides, more, tmp_path):
     model = load("tiny", [*overrides, *more]).model
     architecture = native.architecture_of(model, "run")
     assert other_function(architecture.imported(architecture.exported(model), tmp_path), model) == ([], True)

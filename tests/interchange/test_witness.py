@@ -91,7 +91,7 @@ def test_the_short_check_has_every_kind_of_layer(layers, kept):
     assert short.config.pattern == kept and len(short.entries) < len(canonical(tiny("silu", layers=layers)).entries) + 1
 
 
-def test_a_check_that_does_not_fit_into_memory_is_refused(silu, tmp_path, monkeypatch):
+def test_check_too_large_for_memory_is_refused(silu, tmp_path, monkeypatch):
     monkeypatch.setattr(Canonical, "parameters", 10**15)
     with pytest.raises(witness.WitnessError, match="--check short"):
         convert.to_hf(canonical(silu), tmp_path / "out")

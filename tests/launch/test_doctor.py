@@ -16,7 +16,7 @@ from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import load, to_yaml
 from megatron_blackmamba.launch import checkpoint_space, hardware, limits, software
 from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
-from megatron_blackmamba.launch.doctor import examine
+from megatron_blackmamba.launch.doctor import _next_command, examine
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.launch.thresholds import Thresholds
 from megatron_blackmamba.plan import storage
@@ -253,3 +253,10 @@ def test_the_faster_precision_of_this_processor_is_advised(monkeypatch, bf16, ad
     monkeypatch.setattr(hardware, "_products_per_second", rates.get)
     (finding,) = hardware.matrix_products()
     assert finding.found.endswith(f"training.precision={advised}")
+
+
+def test_unwritable_folder_is_told_in_words():
+    (finding,) = hardware.disk(Path("/proc/runs"), 16, 40)
+    assert finding.found.startswith("/proc: cannot write here: ")
+    said = _next_command([finding], quick=True)
+    assert said.startswith("fix the disk, at the run's path: name a folder that you can write to, with --folder")

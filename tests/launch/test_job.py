@@ -157,7 +157,7 @@ def test_the_shipped_jobs_fit_the_runs_they_train(name, sequences):
         *(({"time": time}, []) for time in ("90", "1-0", "1-2:30", "24:00:00", "600:00:00")),
     ],
 )
-def test_times_that_are_probably_not_meant_are_remarked_on(changed, warned):
+def test_times_probably_not_meant_are_remarked_on(changed, warned):
     assert list(JobRequest(nodes=1, **changed).warnings) == warned
 
 

@@ -92,7 +92,7 @@ def test_odd_settings_are_refused_by_name(start, tmp_path, setting):
         'while [ $# -gt 0 ] && [ "$1" != bash ]; do shift; done; PYTHON=/nowhere/python; "${@/*python3/$PYTHON}"',
     ],
 )
-def test_only_the_plan_can_say_that_a_run_cannot_work(start, tmp_path, srun):
+def test_only_plan_can_say_that_run_cannot_work(start, tmp_path, srun):
     done = start(SRUN=f'case " $* " in *" plan "*) {srun} ;; *) exit 1 ;; esac', PYTHON="python3")
     assert "the plan says" not in done.stdout and "the plan could not be checked on node1" in done.stdout
     assert "unfit: node1" in done.stdout and "requeueing job 42 without node1" in done.stdout
@@ -126,7 +126,7 @@ def test_node_without_srun_is_named(start, tmp_path):
     assert "the plan" not in done.stdout and "requeueing job 42" in done.stdout
 
 
-def test_refused_job_keeps_the_marker_of_the_one_before(start, tmp_path):
+def test_refused_job_keeps_marker_of_the_one_before(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/requeue").touch()
     assert "requeueing job 42" in start(SRUN="exit 1").stdout
@@ -155,6 +155,17 @@ def test_head_node_that_others_miss_is_left_out(start, tmp_path):
     assert "requeueing job 42 without node1" in done.stdout
     call = (tmp_path / "run/logs/42/preflight-0/call").read_text()
     assert " bash 900 " in call and " --limit 720 " in call
+
+
+def test_lack_of_memory_ends_an_unsaved_job(start, tmp_path):
+    fails = 'case " $* " in *" train "*) echo "srun: error: node1: task 3: Out Of Memory" >&2; exit 1 ;; esac'
+    done = start(SRUN=CHECKS + fails, PREFLIGHT="nodes")
+    assert "rank 3 was the first (Out Of Memory)" in done.stdout and "a node has too little memory" in done.stdout
+    assert done.returncode == 2 and "try 2" not in done.stdout
+    assert (tmp_path / "run/failed").read_text() == "job 42 ended with exit code 2\n"
+    saves = 'cd "$RUN_FOLDER"; mkdir -p checkpoints; [ -e checkpoints/latest ] || echo 7 >checkpoints/latest'
+    again = start(SRUN=CHECKS + fails.replace("echo", f"{saves}; echo"), PREFLIGHT="nodes")
+    assert "try 2" in again.stdout and "try 3" not in again.stdout
 
 
 def test_what_every_node_fails_excludes_none(start, tmp_path):

@@ -243,7 +243,7 @@ def trunk(tmp_path):
     return run
 
 
-def test_branch_is_launched_at_the_checkpoint_of_its_plan(tmp_path, trunk, recording_sbatch, monkeypatch):
+def test_branch_is_launched_at_checkpoint_of_its_plan(tmp_path, trunk, recording_sbatch, monkeypatch):
     """The trunk keeps that checkpoint while the job waits, and may save others."""
     monkeypatch.chdir(tmp_path)
     launched = submit(tiny(tmp_path / "runs", "start.branch=trunk"), JobRequest(nodes=1, gpus_per_node=2))
@@ -255,7 +255,7 @@ def test_branch_is_launched_at_the_checkpoint_of_its_plan(tmp_path, trunk, recor
     assert f"{tmp_path}/trunk:{tmp_path}/trunk" in prepare(written, request).script
 
 
-def test_branch_that_slurm_refuses_leaves_the_trunk_as_it_was(tmp_path, trunk, fake_sbatch):
+def test_branch_refused_by_slurm_leaves_trunk_alone(tmp_path, trunk, fake_sbatch):
     (tmp_path / "first").touch()
     with pytest.raises(LaunchError, match="too many"):
         submit(tiny(tmp_path / "runs", f"start.branch={trunk.root}"), JobRequest(nodes=1, gpus_per_node=2))

@@ -36,6 +36,8 @@ ALLOWED = {
     ("cli/hints.py", "--"): "the start of an option",
     ("cli/hints.py", "-"): "the start of an option",
     ("runtime/deadman.py", "-S"): "an option of Python",
+    ("interchange/model_card.py", "Mamba"): "a family of models in transformers",
+    ("interchange/model_card.py", "Mamba-2"): "a family of models in transformers",
     ("interchange/refresh.py", "--"): "a mark in a name of the hub",
     ("interchange/native/nemotron_h.py", "M*-E"): "letters of Nemotron-H",
     ("interchange/native/nemotron_h.py", "attention"): "a kind of layer of Nemotron-H",

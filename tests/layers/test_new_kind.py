@@ -59,9 +59,9 @@ def test_registry_refuses_missing_answers_by_name():
     class Silent(RunningMean):
         letter = "S"
         weights = layers.LayerKind.weights
-        exported = layers.LayerKind.exported
+        divisions = layers.LayerKind.divisions
 
-    with pytest.raises(KindError, match="Silent does not define: exported, weights"):
+    with pytest.raises(KindError, match="Silent does not define: divisions, weights"):
         layers.register(Silent)
 
 
@@ -76,7 +76,7 @@ def test_costs_without_answers_are_refused_by_name():
 
     layers.register(Priceless)
     try:
-        with pytest.raises(KindError, match="SilentCost does not define: kept, traffic"):
+        with pytest.raises(KindError, match="SilentCost does not define: kept"):
             load("tiny", ["model.pattern=Q"])
     finally:
         layers.unregister("Q")

@@ -29,7 +29,7 @@ def key():
 
 
 @torch.no_grad()
-def test_a_norm_begins_as_it_says_and_decodes_as_it_trains(key, build):
+def test_norm_begins_as_said_and_decodes_as_trained(key, build):
     norm = build(key).decoder.final_layernorm
     assert [float(getattr(norm, name).mean()) for name in ShiftedNorm.parameters] == [1, 0]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))

@@ -68,7 +68,7 @@ def test_every_scan_gives_the_same_model(build, backend):
     assert furthest(logits(model, TOKENS), forward(released.weights, released.config, TOKENS).logits_SV) < FP32
 
 
-def test_part_of_a_sequence_begins_anew_only_after_the_end_of_a_document(build):
+def test_sequence_part_begins_anew_only_after_document_end(build):
     model = build("model.eod_reset=7")
     tokens_BS = torch.tensor([[1, 7, 3], [7, 2, 3]])
     reset_BS = model._layer_inputs(tokens_BS, before_B=torch.tensor([5, 7])).reset_BS

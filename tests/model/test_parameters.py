@@ -72,7 +72,7 @@ class Mixerless(RunningMean):
         (Mixerless, r"Mixerless.mixer='tests.layers.running_mean.mixer:Mixture' cannot be imported"),
     ],
 )
-def test_wrong_kind_is_named_when_its_layer_is_built(build, kind, said):
+def test_wrong_kind_is_named_when_layer_is_built(build, kind, said):
     layers.register(kind)
     try:
         with pytest.raises(KindError, match=said):

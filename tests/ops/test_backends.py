@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron_blackmamba import ops
-from megatron_blackmamba.ops import backends
+from megatron_blackmamba.ops import backends, library
 from megatron_blackmamba.ops.adam import FUSED_ADAM
+from megatron_blackmamba.ops.gated import gated
 from megatron_blackmamba.ops.selective_scan import Inputs
 
 
@@ -28,7 +29,7 @@ def test_backend_that_cannot_be_imported_is_skipped(tmp_path, monkeypatch, body,
     assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
 
 
-def test_triton_kernels_are_loaded_only_where_they_can_run(tmp_path, monkeypatch):
+def test_triton_kernels_load_only_where_they_run(tmp_path, monkeypatch):
     triton_support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
     write_op(tmp_path, monkeypatch, "triton", "raise OSError('loaded')")
     for here, told in (("needs a CUDA device", "needs a CUDA device"), (None, "it fails to load: OSError: loaded")):
@@ -91,7 +92,7 @@ def selective_scan_fn(u, *args, **kwargs):
     ],
     ids=["not built", "fails", "works"],
 )
-def test_mamba_ssm_is_used_only_if_its_kernel_works(tmp_path, monkeypatch, interface, reason):
+def test_mamba_ssm_is_used_if_its_kernel_works(tmp_path, monkeypatch, interface, reason):
     mamba_ssm(tmp_path, monkeypatch, interface)
     monkeypatch.setattr(backends, "has_gpu", lambda: True)
     monkeypatch.setattr(backends, "TRIAL_DEVICE", "cpu")
@@ -138,7 +139,7 @@ def test_triton_router_says_what_it_cannot_take(monkeypatch, logits, reason):
     assert backends.unsupported(triton, Inputs(logits)) == reason
 
 
-def test_each_op_names_backend_in_use_and_better_ones(monkeypatch):
+def test_each_op_names_its_backend_and_better_ones(monkeypatch):
     lines = dict(line.split(": ", 1) for line in backends.in_use())
     ops = {"selective_scan", "causal_conv1d", "sinkhorn", "experts", "gated", "rms_norm", "cross_entropy", "ssd"}
     assert ops | {"adam", "attention"} <= set(lines)
@@ -160,6 +161,12 @@ def test_every_op_with_backends_has_one_form():
         assert set(op.BACKENDS) <= set(op.available_backends())
     flat = {path.stem for path in Path(ops.__file__).parent.glob("triton_*.py")}
     assert flat == {"triton_math", "triton_support"}  # which all kernels share
+
+
+@pytest.mark.skipif(bool(library.unavailable()), reason="the C++ kernels are not built")
+def test_kernels_in_cpp_answer_to_their_old_name():
+    x = torch.ones(2, 8)
+    assert torch.equal(gated(x, "silu", backend="cpu"), gated(x, "silu", backend="cpp"))
 
 
 def test_adam_of_installed_package_is_preferred(monkeypatch):

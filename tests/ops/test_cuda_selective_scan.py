@@ -141,7 +141,7 @@ def test_a_missing_wait_is_caught(interpreted, what, number):
     pytest.fail(f"nothing shows that the wait is missing: at most {worst:.1e}")
 
 
-def test_a_barrier_that_some_threads_skip_is_a_deadlock(interpreted):
+def test_barrier_that_some_threads_skip_is_a_deadlock(interpreted):
     inputs = problem(1, 4, 128, 16, frozenset(), dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="wait for each other for ever"):
         interpreted(diverging_results, inputs)

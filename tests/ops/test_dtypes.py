@@ -103,7 +103,7 @@ PUBLIC = (selective_scan, causal_conv1d, sinkhorn_choice, grouped_experts)
 
 
 @pytest.mark.parametrize("op", PUBLIC, ids=lambda op: op.__name__)
-def test_argument_that_is_no_tensor_or_has_other_dimensions_is_named(op):
+def test_argument_of_wrong_type_or_dimensions_is_named(op):
     right = tensors_of(op) | OTHERS.get(op, {})
     for name in OPS[op][1]:
         for wrong in (1.5, [1.5], right[name].flatten()[0], right[name][None]):

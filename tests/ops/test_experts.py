@@ -101,7 +101,7 @@ def test_an_expanded_gradient_is_taken(backend):
     assert leaves["x"].grad.any()
 
 
-def test_private_grouped_mm_of_older_torch_is_not_used(monkeypatch):
+def test_private_grouped_mm_of_torch_is_not_used(monkeypatch):
     """On a GPU, that of torch 2.8 fails for an expert without tokens."""
 
     def fail(*_, **__):

@@ -48,7 +48,7 @@ def grouped(x, weight, grad):
 
 
 @pytest.mark.parametrize("product, shape", [(linear, (OUTPUTS, INPUTS)), (grouped, (3, OUTPUTS, INPUTS))])
-def test_values_and_gradients_are_those_of_the_rounded_factors(product, shape):
+def test_values_and_gradients_are_those_of_rounded_factors(product, shape):
     x, weight = random(TOKENS, INPUTS, seed=0), random(*shape, seed=1, scale=0.1)
     rows = torch.logspace(-3, 3, TOKENS)[:, None]  # one scale for all rows would lose the small ones
     found, wanted = product(x * rows.bfloat16(), weight, random(TOKENS, OUTPUTS, seed=2) / rows.bfloat16())
@@ -65,14 +65,14 @@ def test_batches_of_sequences_keep_their_shape():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_its_row_alone(bad):
+def test_non_finite_values_show_in_their_row_alone(bad):
     x, weight = random(TOKENS, INPUTS, seed=0), random(OUTPUTS, INPUTS, seed=1)
     x[3, 5] = bad
     finite = fp8.fp8_linear(x, weight).isfinite().all(dim=1)
     assert finite.sum() == TOKENS - 1 and not finite[3]
 
 
-def test_rows_of_zeros_and_empty_batches_have_values_and_gradients():
+def test_zero_rows_and_empty_batches_have_gradients():
     weight = random(OUTPUTS, INPUTS, seed=1).requires_grad_()
     x = torch.zeros(4, INPUTS, dtype=torch.bfloat16, requires_grad=True)
     y = fp8.fp8_linear(x, weight)

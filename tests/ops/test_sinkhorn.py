@@ -72,7 +72,7 @@ def test_several_experts_are_the_largest_of_the_plan(top_k, std, iterations, sta
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("start", ["balanced", "uniform"])
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_choice_is_the_largest_sum_of_logit_and_bias(temperature, start, top_k, backend):
+def test_choice_is_largest_sum_of_logit_and_bias(temperature, start, top_k, backend):
     logits, bias_E = trained_router_logits(), torch.full((8,), 3.0)
     how = {"top_k": top_k, "iterations": 2, "temperature": temperature, "start": start, "backend": backend}
     choice_TK = sinkhorn_choice(logits, bias_E=bias_E, **how).view(4096, top_k)

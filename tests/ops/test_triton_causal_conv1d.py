@@ -150,7 +150,7 @@ def mamba_rows(xz, weight, bias, delta, B, C, A, dy):
     return *grads, len(copies)
 
 
-def test_scan_writes_its_half_of_the_gradient_in_place(interpreted):
+def test_scan_writes_its_half_of_gradient_in_place(interpreted):
     g = torch.Generator().manual_seed(3)
     xz, weight, bias = (torch.randn(*shape, generator=g) for shape in ((9, 2, 16), (8, 4), (8,)))
     delta, B, C, dy = (torch.randn(2, 9, n, generator=g) for n in (8, 4, 4, 8))

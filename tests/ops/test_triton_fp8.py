@@ -42,7 +42,7 @@ def test_numbers_and_scales_give_the_rows_back(interpreted, dtype, adjacent, gro
     assert torch.equal(scale * LARGEST, x.float().abs().amax(-1))
 
 
-def test_parts_of_a_larger_tensor_are_read_in_place(interpreted):
+def test_parts_of_larger_tensor_are_read_in_place(interpreted):
     x = exact(ROWS, COLUMNS).bfloat16()
     wide = torch.full((ROWS, 2 * COLUMNS), 1e4, dtype=torch.bfloat16)
     wide[:, COLUMNS:] = x
@@ -61,7 +61,7 @@ def test_most_random_numbers_round_as_in_pytorch(interpreted):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_makes_its_row_not_finite(interpreted, bad):
+def test_non_finite_values_make_their_row_non_finite(interpreted, bad):
     x = exact(ROWS, COLUMNS)
     x[3, 5], x[4] = bad, 0.0
     numbers, scale = interpreted(by_rows, x)

@@ -135,7 +135,7 @@ def run_head_loss_with(x, weight, labels, grad, how):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("how", [{"z_loss": 0.1}, {"softcap": 2.0}, {"z_loss": 0.1, "softcap": 2.0}])
-def test_head_loss_caps_logits_and_pulls_on_log_sums(interpreted, dtype, how):
+def test_head_loss_caps_logits_and_pulls_log_sums(interpreted, dtype, how):
     x, weight = random(6, 24, seed=0, dtype=dtype), random(75, 24, seed=1, dtype=dtype, scale=0.7)
     labels, grad, cap = torch.tensor([0, 74, 3, 16, 15, 40]), random(6, seed=2), how.get("softcap")
     actual = interpreted(run_head_loss_with, x, weight, labels, grad, how)

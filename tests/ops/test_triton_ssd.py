@@ -125,7 +125,7 @@ def ends(tensors, reset):
     return end.detach(), triton.final_state(inputs), set(kept) <= {x.data_ptr() for x in tensors.values()}
 
 
-def test_final_state_alone_equals_that_of_scan(interpreted):
+def test_final_state_needs_only_inputs_in_backward(interpreted):
     end, alone, only_inputs = interpreted(ends, *problem(B=1, L=70, H=2, P=4, G=1, N=4))
     assert torch.equal(end, alone) and only_inputs
 

@@ -1,14 +1,11 @@
 """An optimizer kind of one file goes the whole way; one that leaves a question open is refused."""
 
-from importlib.metadata import PackageNotFoundError
-
 import pytest
 
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import ConfigError, load
-from megatron_blackmamba.optimizers import muon
 from megatron_blackmamba.registry import KindError
-from tests.optimizers.kinds_probe import KINDS, LAYOUTS, MUON
+from tests.optimizers.kinds_probe import KINDS, LAYOUTS
 from tests.optimizers.lion import Lion
 from tests.runtime.ranks import fork_script
 from tests.thorough import thorough
@@ -22,7 +19,6 @@ def went(tmp_path_factory):
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-needs_muon = pytest.mark.skipif("muon" not in KINDS, reason="megatron-core's Muon cannot run here")
 
 
 @thorough
@@ -38,27 +34,23 @@ def test_sgd_resumes_on_another_layout(went):
 
 
 @thorough
-@needs_muon
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_muon_is_the_same_under_layout(went, layout):
     assert went["muon"][layout] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
 @thorough
-@needs_muon
 def test_muon_resumes_on_more_ranks(went):
     assert went["muon"]["split"] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
 @thorough
-@needs_muon
 def test_muon_goes_on_after_a_kill(went):
     assert went["muon"]["resumed at"] == [3]
     assert went["muon"]["killed"] == pytest.approx(went["muon"]["whole"], abs=1e-10)
 
 
 @thorough
-@needs_muon
 def test_muon_is_the_same_with_sequences_cut(went):
     assert went["muon"]["cut"] == pytest.approx(went["muon"]["uncut"], abs=1e-10)
 
@@ -68,38 +60,6 @@ def test_muon_is_the_same_with_sequences_cut(went):
 def test_kind_is_planned_to_the_byte(went, kind):
     measured, planned = went[kind]["bytes"]
     assert measured == planned > 0
-
-
-@thorough
-def test_training_without_needed_package_is_refused(went):
-    assert "optimizer.kind=muon needs megatron-core 0.19 and emerging-optimizers 0.3" in went["without muon"]["error"]
-
-
-@pytest.mark.parametrize(
-    "installed, missing",
-    [
-        (
-            {"megatron-core": "0.16.1"},
-            "here: megatron-core 0.16, emerging-optimizers none. In an environment of Python",
-        ),
-        ({"megatron-core": "0.18.2", "emerging-optimizers": "0.3.0"}, "here: megatron-core 0.18, emerging-optimizers"),
-        ({"megatron-core": "0.19.2", "emerging-optimizers": "0.2.1"}, "pip install 'megatron-blackmamba\\[muon\\]'"),
-    ],
-)
-def test_old_versions_for_muon_are_named(monkeypatch, installed, missing):
-    monkeypatch.setattr(muon, "version", lambda package: installed.get(package) or not_found(package))
-    config = load("tiny", [*MUON, "training.precision=fp32"])  # plans and exports need no package
-    with pytest.raises(optimizers.MissingPackage, match=missing):
-        optimizers.refuse_missing(config.optimizer)
-
-
-def test_new_enough_versions_for_muon_pass(monkeypatch):
-    monkeypatch.setattr(muon, "version", {"megatron-core": "0.19.2", "emerging-optimizers": "0.3.0"}.__getitem__)
-    assert muon.Muon().missing() == ""
-
-
-def not_found(package):
-    raise PackageNotFoundError(package)
 
 
 def test_registry_refuses_missing_answers_by_name():
@@ -123,7 +83,10 @@ def test_registry_refuses_taken_names():
     "overrides, message",
     [
         (["optimizer.kind=lion"], "no such kind. Choose one of adamw, muon, sgd"),
-        (["optimizer.kind=muon"], "optimizer.kind=muon needs optimizer.distributed=false"),
+        (
+            ["optimizer.kind=muon", "optimizer.distributed=false"],
+            "optimizer.kind=muon needs optimizer.distributed=true",
+        ),
         (["optimizer.kind=sgd"], "optimizer.kind=sgd needs optimizer.distributed=false"),
         (["optimizer.momentum=0.5"], "optimizer.kind=adamw does not read this key.*optimizer.kind=muon or sgd"),
         (

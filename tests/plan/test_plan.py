@@ -296,8 +296,8 @@ def test_the_table_tells_what_the_json_tells(monkeypatch):
     ("asked", "overrides", "said"),
     [
         (None, [], r"[\d.,]+ [BM] parameters, [\d.]+ B tokens; add --nodes N \(and --gpu\) for memory"),
-        (Asked(7, 8, H100), [], r"fits: [\d.]+ of [\d.]+ GiB on the fullest of 56 H100[^;]*; [\d.]+ days at best"),
-        (Asked(7, 8, H100, mfu=0.2), [], r"fits: .* days at 20.0% MFU"),
+        (Asked(7, 8, H100), [], r"fits: [\d.]+ of [\d.]+ GiB on the fullest of 56 H100[^;]*; [\d.]+ hours at best"),
+        (Asked(7, 8, H100, mfu=0.2), [], r"fits: .* hours at 20.0% MFU"),
         (Asked(7, 8, H100), ["training.micro_batch=126"], r"cannot run on 56 H100[^:]*: training.micro_batch=126"),
         (Asked(7, 8, gpus.KNOWN["a100-40gb"]), [], r"does not fit: [\d.]+ of [\d.]+ GiB on the fullest of"),
     ],
@@ -349,7 +349,7 @@ def test_plan_and_training_refuse_the_same_data(tmp_path, override, complaint):
         build_data(run.data, vocab_size=run.model.vocab_size, total_samples=1, eod_reset=run.model.eod_reset)
 
 
-def test_repeated_sources_and_wide_tensor_ranks_are_warned_of(tmp_path):
+def test_repeated_sources_and_wide_tensor_ranks_give_warnings(tmp_path):
     def warned(*arguments):
         done = CliRunner().invoke(app, ["plan", "tiny", *overrides, *arguments, "--check"])
         assert done.exit_code == 0, done.exception
@@ -419,3 +419,9 @@ def test_ramp_is_planned_stage_by_stage():
     assert "336 sequences" in shown and "decay steps, at the end" in shown
     given, _ = plan("blackmamba_1.5b", *settings, "--nodes", "7", "--mfu", "0.2")
     assert given["training"]["stages"][0]["seconds_per_step"] * 3 == pytest.approx(given["time"]["seconds_per_step"])
+
+
+def test_a_long_update_is_remarked_on():
+    words = ["training.global_batch=8", "training.micro_batch=1", "optimizer.kind=muon"]
+    plans = [estimate.make_plan(load("blackmamba_1.5b", words[:n]), Asked(1, 8, H100)) for n in (2, 3)]
+    assert ["the update takes" in " ".join(table.warnings(planned)) for planned in plans] == [False, True]

@@ -58,7 +58,7 @@ def test_scan_of_a_mamba_layer_by_hand(case):
 
 
 @pytest.mark.parametrize(("ssd", "kernels"), [("auto", 6), ("triton", 6), ("chunked", 0)])
-def test_plan_of_mamba2_knows_its_backend(ssd, kernels):
+def test_plan_of_mamba2_knows_backend_of_its_scan(ssd, kernels):
     """Two kernels forward and four backward, by hand: 36 heads of 64 channels, 128 states, six sequences."""
     config = load("blackmamba2_1.5b", [f"kernels.ssd={ssd}", "training.micro_batch=6"])
     costs, sizes = kind_of("S").costs, sizes_of(config, "cuda")
@@ -74,7 +74,7 @@ def test_plan_of_mamba2_knows_its_backend(ssd, kernels):
 
 
 @pytest.mark.parametrize("letter", ["M", "E"])
-def test_products_of_a_layer_are_those_of_its_flops(letter):
+def test_products_of_layer_are_those_of_its_flops(letter):
     config = load("blackmamba_1.5b", ["model.shared_expert_hidden_size=512"])
     forward, backward = kind_of(letter).costs.work(sizes_of(config, "cuda"))
     parts = kind_of(letter).costs.flops(config.model, 2048)

@@ -111,7 +111,7 @@ def test_each_expert_gradient_crosses_on_one_card():
     assert (expert.link, expert.ranks) == ("network", 7)
 
 
-def test_all_to_all_sends_only_part_over_the_network():
+def test_all_to_all_sends_only_part_over_network():
     wide = flows(gpus_per_node=4)["expert"]  # 4 ranks, 2 apart: 2 in each node
     assert wide.seconds == pytest.approx(wide.gigabytes / H100.network_gb_s * 2 / 3)
     slow_inside = H100.model_copy(update={"nvlink_gb_s": 10.0})

@@ -55,7 +55,7 @@ def size(file):
         return 0
 
 
-def test_a_full_disk_is_named_before_anything_is_made(tmp_path):
+def test_full_disk_is_named_before_anything_is_made(tmp_path):
     with pytest.raises(QuickstartError, match=rf"{tmp_path} has .* GB free and the quickstart takes 1e\+09"):
         _refuse_full_disk(tmp_path / "new", needed_gb=1e9)
     _refuse_full_disk(tmp_path / "new", needed_gb=0)

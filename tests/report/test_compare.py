@@ -190,7 +190,7 @@ def test_runs_lists_states_and_losses(two, tmp_path):
         overviews(tmp_path / "none")
 
 
-def test_runs_list_a_launched_run_and_one_without_its_config(two, tmp_path):
+def test_runs_list_launched_and_configless_runs(two, tmp_path):
     (tmp_path / "queued/launch/001").mkdir(parents=True)
     (tmp_path / "queued/launch/001/job.sbatch").touch()
     (two[0] / "config.yaml").unlink()
@@ -203,7 +203,7 @@ def test_runs_list_a_launched_run_and_one_without_its_config(two, tmp_path):
     assert overviews(tmp_path / "queued")[0].state == "not started"
 
 
-def test_emptied_metrics_of_a_run_that_saved_are_named(two):
+def test_emptied_metrics_of_run_that_saved_are_named(two):
     (two[0] / "metrics.jsonl").write_text("")
     with pytest.raises(ReportError, match="try again after its first step"):
         read_history(two[0])
@@ -294,7 +294,7 @@ def test_runs_without_validation_by_then_say_so(tmp_path):
     assert all(cells == ["not validated by then"] * 3 for cells in validated.values())
 
 
-def test_records_are_read_without_the_module_of_the_layers(two, tmp_path):
+def test_records_are_read_without_module_of_the_layers(two, tmp_path):
     """Only the FLOPs need it."""
     config = two[0] / "config.yaml"
     config.write_text(config.read_text().replace("pattern: MEME", "pattern: MXMX"))
@@ -357,7 +357,7 @@ def queued(tmp_path, monkeypatch):
     return answer
 
 
-def test_job_that_ended_before_training_is_no_longer_launched(queued, tmp_path):
+def test_job_that_ended_early_is_no_longer_launched(queued, tmp_path):
     logs = tmp_path / "runs/queued/logs"
     assert queued("other\nqueued-12345678\n").state == "launched"
     assert queued("", code=1).state == "launched"  # Slurm does not answer
@@ -368,7 +368,7 @@ def test_job_that_ended_before_training_is_no_longer_launched(queued, tmp_path):
     assert queued("queued-12345678\n").state == "launched"  # requeued
 
 
-def test_marker_of_a_failed_job_is_shown_until_the_next_start(queued, two, tmp_path):
+def test_failed_job_s_marker_lasts_until_next_start(queued, two, tmp_path):
     for folder in (tmp_path / "runs/queued", two[0]):
         (folder / "requeue").touch()
         (folder / "failed").write_text("job 7 ended with exit code 1\n")
@@ -379,7 +379,7 @@ def test_marker_of_a_failed_job_is_shown_until_the_next_start(queued, two, tmp_p
     assert console.file.getvalue().splitlines()[-1] == "first: job 7 ended with exit code 1"
 
 
-def test_run_of_a_script_that_failed_at_once_is_listed(tmp_path):
+def test_script_s_run_that_failed_is_listed(tmp_path):
     (tmp_path / "mine/logs").mkdir(parents=True)
     (tmp_path / "mine/logs/running_job").write_text("7\n")
     (tmp_path / "mine/failed").touch()  # on a full disk

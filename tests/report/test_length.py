@@ -43,7 +43,7 @@ def test_each_model_has_a_curve_and_its_windows():
     assert section({"unscored": None, "other": Evaluation("other", 1)}) == ""
 
 
-def test_nats_are_drawn_where_a_tokenizer_tells_no_bytes():
+def test_nats_are_drawn_where_tokenizer_tells_no_bytes():
     assert "nats per token</figcaption>" in section(
         {"one": Evaluation("one", 1, (loss([3.0, 2.0, 1.0], "nats_per_token"),))}
     )

@@ -111,7 +111,7 @@ def test_registry_refuses_missing_answers_by_name():
         ({"every_token_gets_k": False}, 'metrics."unrouted"'),
     ],
 )
-def test_answers_that_the_default_module_cannot_keep_are_refused(answers, missing):
+def test_answers_that_default_module_cannot_keep_are_refused(answers, missing):
     with pytest.raises(KindError, match=f"Loaded does not define: {missing}"):
         routers.register(type("Loaded", (Unbalanced,), {"name": "loaded"} | answers))
 
@@ -163,7 +163,7 @@ def test_a_key_that_no_section_has_is_refused(registered):
             load("tiny", overrides)
 
 
-def test_a_choice_that_modeling_files_lack_is_not_exported(registered):
+def test_choice_that_modeling_files_lack_is_not_exported(registered):
     registered(type("Own", (Unbalanced,), {"name": "own", "selecting": lambda self, logits_TE, at: -logits_TE}))
     with pytest.raises(ConfigError, match=r"cannot export this model: the modeling files have no class for .*=own"):
         load("tiny", ["model.router.kind=own", "checkpoint.export_every=5"])

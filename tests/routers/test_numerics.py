@@ -121,7 +121,7 @@ def test_evaluation_is_what_decoding_and_exports_do(case):
 
 
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
-def test_a_token_without_an_expert_has_zero_weights_and_gradients(scores):
+def test_token_without_expert_has_zero_weights_and_gradients(scores):
     use = Use(scores, normalized=True)
     logits_TE = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.0, -1.0]], dtype=torch.float64, requires_grad=True)
     chosen_TE = torch.tensor([[True, False, True], [False, False, False]])

@@ -59,7 +59,7 @@ def started(place, micro_batch):
     return Step(run, place, trainable, len(plan.source_names)), batches, trainable.model.decoder.layers[1].mixer.router
 
 
-def test_bias_waits_for_the_update_and_ignores_micro_batches(place):
+def test_bias_waits_for_update_and_ignores_micro_batches(place):
     found = []
     for micro_batch in (2, 4):
         step, batches, router = started(place, micro_batch)

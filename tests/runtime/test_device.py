@@ -34,11 +34,11 @@ def taken(monkeypatch):
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_a_process_takes_the_gpu_of_its_local_rank(taken, launcher):
+def test_process_takes_the_gpu_of_its_local_rank(taken, launcher):
     assert [taken(8, rank, launcher) for rank in range(8)] == list(range(8))
 
 
-def test_a_task_of_srun_that_sees_one_gpu_takes_it(taken):
+def test_task_of_srun_takes_its_only_gpu(taken):
     assert [taken(1, rank, "srun") for rank in range(8)] == [0] * 8
 
 

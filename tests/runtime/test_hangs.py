@@ -33,7 +33,7 @@ def test_nobody_is_blamed_when_all_arrived():
     assert hangs.describe(beats, 4, is_alive).startswith("every rank has started the same collectives")
 
 
-def test_no_live_rank_is_compared_with_a_stopped_one():
+def test_no_live_rank_is_compared_with_stopped_one():
     """A rank that stops with collectives under way keeps the others from starting their next."""
     beats = {0: seen(0, 55), 1: seen(1, 55), 2: seen(2, 57, age=612)}
     assert list(hangs.missing(beats, 3, is_alive)) == [2]

@@ -88,7 +88,7 @@ with Watchdog(2) as dog:
 """
 
 
-def test_time_in_which_a_process_is_stopped_is_no_hang():
+def test_stopped_process_does_not_count_as_a_hang():
     """As by `scontrol suspend`: longer than all limits of the watchdog and the deadman together, 7 s."""
     command = [sys.executable, "-c", STOPPED]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -44,7 +44,7 @@ def test_world_restarts_with_the_same_random_numbers(probe):
     assert alone["card"] == os.environ.get("GLOO_SOCKET_IFNAME", card)  # or gloo looks up the host name
 
 
-def test_process_alone_has_no_threads_for_each_kind_of_parallelism(probe):
+def test_process_alone_has_no_threads_for_parallelism(probe):
     """Each gloo group has one that wakes a hundred times a second; two are the default group's and ours."""
     assert answers(probe["alone"])[0]["looping"] in (0, 2)  # 0 where /proc does not name threads
 

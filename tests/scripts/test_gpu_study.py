@@ -51,7 +51,7 @@ def test_a_carried_corpus_is_not_gathered_again(tmp_path):
     assert len(json.loads(points.read_text())["points"]) == 2
 
 
-def test_without_a_gpu_the_study_for_cpus_is_named(tmp_path):
+def test_without_gpu_the_study_for_cpus_is_named(tmp_path):
     done = call("", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2
     assert "`blackmamba study trend` is the same study for CPUs" in done.stdout

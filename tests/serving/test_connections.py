@@ -66,7 +66,18 @@ def test_clients_that_send_no_header_make_way(sent):
             client.close()
 
 
-def test_a_header_sent_letter_by_letter_is_too_late():
+def test_half_header_after_an_answer_is_too_late():
+    """uvicorn closes a connection that stays silent, and no longer after its first letter."""
+    with serving() as (connections, connect), connect() as client:
+        client.sendall(GET % b"" + b"\r\n")
+        answer = b""
+        while not answer.endswith(b"end\r\n0\r\n\r\n"):
+            answer += client.recv(2**16)
+        client.sendall(b"G")
+        wait_until(lambda: not connections.open, seconds=15)
+
+
+def test_header_sent_letter_by_letter_is_too_late():
     with serving() as (_, connect), connect() as client:
         begun = time.monotonic()
         with pytest.raises(OSError):

@@ -128,7 +128,7 @@ class Dawdling(Job):
         return super().__getattribute__(name)
 
 
-def test_an_error_between_jobs_does_not_end_the_engine(engine, monkeypatch):
+def test_error_between_jobs_does_not_end_the_engine(engine, monkeypatch):
     def broken(batch):
         raise RuntimeError("no memory left to sort rows")
 

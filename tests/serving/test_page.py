@@ -45,7 +45,7 @@ def test_an_invalid_number_is_named_in_closed_options(browser, running):
     assert browser.value("$('status').textContent").endswith("the number of new tokens is reached")
 
 
-def test_a_reload_keeps_the_text_but_not_the_key(browser, running):
+def test_reload_keeps_the_text_but_not_the_key(browser, running):
     address = f"http://localhost:{running.port}/"
     browser("Page.navigate", url=address)
     browser.wait("document.title === 'tiny'")

@@ -101,7 +101,7 @@ def test_run_survives_a_time_limit_with_equal_losses(slurm, alone, tmp_path):
     assert all(saved.get(step, loss) == loss for step, loss in alone.items())
 
 
-def test_a_bad_node_and_a_failure_before_the_first_save_requeue_the_job(slurm, blackmamba):
+def test_bad_node_or_early_failure_requeues_the_job(slurm, blackmamba):
     differing = slurm.namespaces and os.geteuid() == 0  # only root can make one node differ from the others
     slurm.set_node("node1", "drain")  # so that the job must take node3
     try:

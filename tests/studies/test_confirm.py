@@ -136,7 +136,7 @@ def test_fresh_seeds_wait_for_a_bracketed_rate(tmp_path, capsys):
     }
 
 
-def test_series_after_fresh_seeds_do_not_come_before_them(tmp_path, monkeypatch):
+def test_series_after_fresh_seeds_come_after_them(tmp_path, monkeypatch):
     """The grid of another variant stands behind the fresh seeds, and waits until their rate is chosen."""
     dense = {"sizes": ["small"], "seeds": [1], "variants": ["dense"]}
     series = [*grids(tmp_path).config.model_dump()["series"], dense]

@@ -83,7 +83,7 @@ def next_size(ratio):
     return 5 - 0.5 * math.log(ratio) + 0.03 * math.log(ratio) ** 2
 
 
-def test_dense_models_of_the_next_size_are_interpolated_at_equal_flops(points):
+def test_larger_dense_models_are_interpolated_at_equal_flops(points):
     """The dense model of size s has as many parameters as the one with experts of size xs, and other budgets."""
     dense = [
         replace(p, parameters=1_000, active=1_000, flops=p.flops / 20, loss=next_size(p.flops / 2e9) + p.seed)
@@ -112,7 +112,7 @@ def test_equal_losses_are_interpolated_and_never_extrapolated(points):
     assert found[-1].by_seed[1] == pytest.approx((10 / loss) ** 10 / 24_000, rel=0.02)
 
 
-def test_a_curve_that_ends_above_the_loss_gives_a_bound(points):
+def test_curve_that_ends_above_loss_gives_a_bound(points):
     """Without it, the seed that the other variant does worst in would be left out of the mean."""
     shorter = [p for p in points if (p.variant, p.seed) != ("dense", 3) or p.tokens < 24_000]
     shorter = [replace(p, loss=p.loss + 1) if (p.variant, p.seed) == ("dense", 3) else p for p in shorter]
@@ -169,7 +169,7 @@ def test_tables_are_markdown_with_minus_signs(points):
     assert f"| −{-mean:.3f} ± {half:.3f} | +0.020 ± 0.000 |" in row and "| -0" not in text
 
 
-def test_rules_of_inference_are_compared_on_the_same_weights(points):
+def test_rules_of_inference_are_compared_on_same_weights(points):
     seen = [{"loss": 3.0 + seed, "balanced": 3.1 + seed, "plain": 3.05 + seed + 0.01 * seed} for seed in (1, 2, 3)]
     some = [
         replace(p, router=seen[p.seed - 1]) for p in points if (p.variant, p.size, p.budget) == ("experts", "xs", 3000)

@@ -13,7 +13,7 @@ from studies.routing import Watched, information
     ("kind", "differs"), [("sinkhorn", True), ("sinkhorn_bias", True), ("quantile", False), ("softmax", False)]
 )
 @pytest.mark.parametrize("rule", ["balanced", "loss", "plain"])
-def test_choice_of_training_is_told_from_a_tokens_own(kind, differs, rule):
+def test_choice_of_training_is_told_from_tokens_own(kind, differs, rule):
     model = load("tiny", [f"model.router.kind={kind}"]).model
     liked_E = torch.linspace(-1, 1, model.experts)
     logits_TE = torch.randn(512, model.experts, generator=torch.Generator().manual_seed(0)) + liked_E

@@ -7,7 +7,7 @@ from tests.reference import tiny
 from tests.reference.canonical import canonical, write_tokenizer
 
 
-def test_a_token_s_time_is_a_difference_of_clocks(tmp_path, monkeypatch):
+def test_token_s_time_is_a_difference_of_clocks(tmp_path, monkeypatch):
     hf.write(canonical(tiny(), tokenizer=write_tokenizer(tmp_path / "source.json")), tmp_path)
     clock = itertools.count(100.0, step=1.5)
     monkeypatch.setattr(generation, "time", SimpleNamespace(perf_counter=lambda: next(clock)))

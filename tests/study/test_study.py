@@ -252,7 +252,7 @@ def test_a_machine_without_text_is_named(tmp_path, monkeypatch):
         corpus.Corpus(tmp_path, CorpusConfig(megabytes=1)).gather()
 
 
-def test_a_study_shows_its_runs_with_step_and_time_left(tmp_path):
+def test_study_shows_runs_with_step_and_time_left(tmp_path):
     study = Study("smoke", read_study("smoke"), tmp_path)
     first, second, third, *_ = cells = study.tuning()
     finish(first, 3.0)

@@ -237,7 +237,7 @@ def test_a_request_to_stop_inside_a_print_saves(tmp_path):
     assert "".join(output.raw.lines) == "started\nsaving; the same command goes on from here\n"
 
 
-def test_keys_that_end_alike_have_names_of_their_own(tmp_path):
+def test_keys_that_end_alike_have_different_names(tmp_path):
     grids = [{f"model.{kind}.state_size": [8]} for kind in ("mamba2", "mamba3")]
     series = [{"sizes": ["small"], "seeds": [1], "variants": ["experts"], "budgets": 1, "grid": grid} for grid in grids]
     study = study_of(tmp_path, series=series)
@@ -249,7 +249,7 @@ def grid_of(**keys):
     return {"series": [{"sizes": ["small"], "seeds": [1], "grid": keys}]}
 
 
-def test_a_request_to_stop_as_a_run_ends_stops_the_next_one(tmp_path, monkeypatch):
+def test_late_request_to_stop_stops_the_next_run(tmp_path, monkeypatch):
     """The run is finished and says so; the process must not begin the next one, which nobody will ask again."""
     cells = (study := study_of(tmp_path)).runs(study.learning_rates())[:2]
     paths, trained = [str(tmp_path / f"{cell.name}.yaml") for cell in cells], []
@@ -435,7 +435,7 @@ def test_unreadable_points_are_one_line(tmp_path, content, why):
         run(study_of(tmp_path), HowToRun(points=path))  # before any text is gathered
 
 
-def test_points_of_another_study_are_not_drawn_as_this_one(tmp_path):
+def test_points_of_another_study_are_not_drawn(tmp_path):
     how = HowToRun(points=ROOT / "docs" / "studies" / "trend.json", page_only=True)
     with pytest.raises(StudyError, match="points of the study trend"):
         run(study_of(tmp_path), how)
@@ -479,5 +479,5 @@ def test_analysis_without_scipy_names_its_extra(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "scipy", None)
     how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True)
-    with pytest.raises(StudyError, match=r"needs scipy: pip install 'megatron-blackmamba\[studies\]'"):
+    with pytest.raises(StudyError, match=r"needs scipy: pip install -e '\.\[studies\]'"):
         run(open_study("confirm", tmp_path), how)

@@ -87,7 +87,7 @@ def test_token_bytes_add_up_to_the_text(tokenizer, text):
     assert tokenizer.token_bytes[tokenizer.eod_id] == 0
 
 
-def test_token_bytes_count_added_text_but_no_special_token(tmp_path):
+def test_token_bytes_count_added_text_without_special_tokens(tmp_path):
     made = trained(special=("<|endoftext|>", "<|pad|>"))
     made.add_tokens(["über alles"])
     found = load_tokenizer(saved(tmp_path, made))

@@ -5,8 +5,8 @@ import torch
 from megatron_blackmamba import model
 from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.config import load
+from megatron_blackmamba.engine.muon import Muon
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.optimizers.muon import Muon
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Step
@@ -23,9 +23,8 @@ KINDS = {
     "sgd": [*WHOLE, "optimizer.kind=sgd"],
     "narrow": ["training.precision=bf16", "optimizer.moments=bf16", "optimizer.gradients=bf16"],
     "whole_narrow": [*WHOLE, "optimizer.moments=bf16"],
+    "muon": ["training.precision=bf16", "optimizer.kind=muon"],
 }
-if not Muon().missing():
-    KINDS["muon"] = [*WHOLE, "optimizer.kind=muon"]
 BEFORE = 3
 
 
@@ -73,6 +72,8 @@ class Run:
         for part in getattr(self.trainable.optimizer, "chained_optimizers", [self.trainable.optimizer]):
             part.config.clip_grad = settings.clip
             part.optimizer.moments = torch.bfloat16 if settings.moments == "bf16" else None
+            if isinstance(part.optimizer, Muon):
+                part.optimizer.momentum, part.optimizer.steps = settings.momentum, settings.newton_schulz
             for group in part.param_groups:
                 if "momentum" in group:
                     group["momentum"] = settings.momentum

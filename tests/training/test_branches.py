@@ -179,7 +179,7 @@ def killed(forks, folder, mixture, overrides, places, then=lambda: None):
 
 
 @thorough
-def test_kills_in_warm_up_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
+def test_kills_in_warmup_ramp_decay_and_first_step(forks, mixtures, trunk, branch, tmp_path):
     """The trunk keeps the branch's checkpoint, though it keeps only its last one, until the branch has its own."""
     ours, other = tmp_path / "trunk", tmp_path / "branch"
     trunk_run = RunFolder(ours / "run")
@@ -326,7 +326,7 @@ def test_tables_and_charts_show_the_trunk_once(trunk, branch, longer, tmp_path):
     assert (
         two[0].averaged_loss("tokens", ENDS[3] * LENGTH)[0] == losses(trunk)[3]
     )  # before the branch: the trunk's loss
-    chart = drawn_loss(read_history(branch / "run"))
+    chart = drawn_loss(read_history(branch / "run")).html()
     assert chart.count('class="line c0 thin"') == 1 and 'class="mark branch"' in chart and "trunk run" in chart
 
 

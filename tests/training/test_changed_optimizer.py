@@ -23,17 +23,19 @@ CHANGES = {
     "momentum": 0.5,
     "weight_decay": 0.5,
     "clip": 0.01,
+    "newton_schulz": "jordan",
 }
 REFUSED = {"distributed": False, "kind": "sgd"}
-ELSEWHERE = {"groups": "test_ema.py"} | dict.fromkeys(
+ELSEWHERE = {"groups": "test_ema.py", "matrices": "tests/engine/test_muon.py"} | dict.fromkeys(
     ("warmup_tokens", "decay_fraction", "decay_tokens", "decay_shape"), "test_branches.py and test_schedule.py"
 )
 """Keys that other tests change."""
 AFTER = 3
 OF_SGD = ("momentum", "learning_rate", "weight_decay")
-EACH = [*(("bf16", key) for key in CHANGES if key not in ("momentum", "gradients"))]
+OF_MUON = ("momentum", "newton_schulz")
+EACH = [*(("bf16", key) for key in CHANGES if key not in ("gradients", *OF_MUON))]
 EACH += [*(("whole", key) for key in ("beta1", "beta2", "eps", "moments")), *(("sgd", key) for key in OF_SGD)]
-EACH += [*(("muon", key) for key in (*OF_SGD, "beta1", "eps") if "muon" in KINDS)]
+EACH += [*(("muon", key) for key in (*OF_MUON, "learning_rate", "weight_decay", "beta1", "eps", "moments"))]
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_brackets_in_a_message_are_text_not_markup():
     assert "resume.allow=[optimizer.learning_rate]" in text.getvalue()
 
 
-def test_time_left_does_not_count_the_slow_first_step():
+def test_time_left_does_not_count_slow_first_step():
     text = shown(False, metrics(1, speed__step_seconds=30.0), metrics(2))
     first, second = text.splitlines()
     assert first.endswith("ETA –")

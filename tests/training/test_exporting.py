@@ -33,7 +33,7 @@ class Exports:
         return self
 
 
-def test_exports_are_due_at_multiples_and_at_the_end():
+def test_exports_are_due_at_multiples_and_at_end():
     exports = Exports(3).train(range(1, 8))
     exports.exporter.last(7)
     assert exports.done == [3, 6, 7]

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from megatron_blackmamba.engine.parts.accumulation import Accumulation
+from megatron_blackmamba.ops.fp32_linear import fp32_linear
 from megatron_blackmamba.training.step import graphs
+from tests.gpu import graph_pieces
 from tests.model.conftest import place
 from tests.training.short_runs import KINDS, Run
 
@@ -27,27 +29,34 @@ def tensors_of(run):
 
 def stand_in_for(run):
     class StandIn:
-        """Stands for a CUDA graph."""
+        """Stands for a stream that captures."""
 
-        def __init__(self, work, pool):
-            config = run.trainable.reduced.config
-            self.work = work
-            self.scaled = {name: getattr(config, name) for name in ("grad_scale_func", "finalize_model_grads_func")}
-            self.outdated = run.trainable.reduced.outdated.copy()
-            before = [x.clone() for x in tensors_of(run)]
-            self.found = {name: x.clone() for name, x in work().items()}
+        freed = 0
+
+        def tried(self, work):
+            return work(), []
+
+        def captured(self, work):
+            reduced, seen, config = run.trainable.reduced, run.step.first_seen, run.trainable.reduced.config
+            scaled = {name: getattr(config, name) for name in ("grad_scale_func", "finalize_model_grads_func")}
+            outdated, before = reduced.outdated.copy(), [x.clone() for x in tensors_of(run)]
+            found = {name: x.clone() for name, x in work().items()}
             for x, value in zip(tensors_of(run), before, strict=True):
                 x.data.copy_(value)
 
-        def replay(self):
-            reduced, seen = run.trainable.reduced, run.step.first_seen
-            notes = reduced.outdated.copy(), copy.copy(seen.losses), copy.copy(seen.gradients)
-            reduced.outdated = self.outdated.copy()
-            with mock.patch.multiple(reduced.config, **self.scaled):
-                found = self.work()
-            reduced.outdated, seen.losses, seen.gradients = notes
-            for name, x in self.found.items():
-                x.copy_(found[name])
+            def replay():
+                notes = reduced.outdated.copy(), copy.copy(seen.losses), copy.copy(seen.gradients)
+                reduced.outdated = outdated.copy()
+                with mock.patch.multiple(config, **scaled):
+                    again = work()
+                reduced.outdated, seen.losses, seen.gradients = notes
+                for name, x in found.items():
+                    x.copy_(again[name])
+
+            return graphs.Recorded(replay, found)
+
+        def free(self, after_failure=False):
+            self.freed += 1
 
     return StandIn
 
@@ -58,9 +67,8 @@ def trained(place, folder, monkeypatch, captured, micro_batches, *words):
     told = []
     if captured:
         run.step.graphs = graphs.Graphs(run.config, 1, run.trainable.reduced, told.append)
-        run.step.graphs.wanted, run.step.graphs._steps = True, graphs.EAGER
-        monkeypatch.setattr(graphs, "Recorded", stand_in_for(run))
-        monkeypatch.setattr(graphs, "new_pool", object)
+        run.step.graphs.wanted = True
+        monkeypatch.setattr(graphs, "Side", stand_in_for(run))
     found = []
     for _ in range(4):
         run.schedule.set(run.taken)
@@ -93,9 +101,12 @@ def test_failed_capture_goes_on_without_graphs(place, tmp_path, monkeypatch):
 
     def failing(run):
         class Failing(real(run)):
-            def __init__(self, work, pool):
-                super().__init__(work, pool)
-                raise torch.OutOfMemoryError("no memory")
+            def captured(self, work):
+                super().captured(work)
+                try:
+                    raise torch.OutOfMemoryError("no memory")
+                finally:
+                    raise RuntimeError("the end of the capture fails, too")
 
         return Failing
 
@@ -103,6 +114,87 @@ def test_failed_capture_goes_on_without_graphs(place, tmp_path, monkeypatch):
     found, _, run, told = trained(place, tmp_path, monkeypatch, True, 2)
     assert found == expected and not run.step.graphs.wanted
     assert len(told) == 1 and "memory does not suffice" in told[0]
+    assert run.step.graphs._side.freed
+
+
+def test_what_a_try_reports_is_not_captured(place, tmp_path, monkeypatch):
+    expected, *_ = trained(place, tmp_path, monkeypatch, False, 1)
+    real = stand_in_for
+
+    def refused(run):
+        return type("Refused", (real(run),), {"tried": lambda self, work: (work(), ["the host waits in a test"])})
+
+    monkeypatch.setitem(globals(), "stand_in_for", refused)
+    found, _, run, told = trained(place, tmp_path, monkeypatch, True, 1)
+    assert found == expected and not run.step.graphs.captured
+    assert len(told) == 1 and "the host waits in a test" in told[0]
+
+
+def test_first_cause_of_a_failure_is_named():
+    def capture():
+        try:
+            try:
+                {}["nothing"]
+            except KeyError:
+                fp32_linear(torch.ones(2, 3), torch.ones(4, 5), None, torch.float32)
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with pytest.raises(RuntimeError) as failed:
+        capture()
+    said = graphs._first_cause(failed.value)
+    assert "previous error" not in said and "fp32_linear.py" in said, said
+
+
+class Allocator:
+    """What PyTorch 2.11 does with the memory of captures, as its source has it."""
+
+    def __init__(self, monkeypatch, ends_failed):
+        self.captures, self.uses, self.segments, self.ends_failed = set(), {}, set(), ends_failed
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty)
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": p} for p in self.segments])
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda device, pool: self.end(pool))
+        monkeypatch.setattr(torch.cuda.memory, "_cuda_releasePool", lambda device, pool: self.leave(pool))
+
+    def fail(self, pool):
+        self.segments.add(pool)
+        self.uses[pool] = 1
+        self.captures.add(pool)
+        if self.ends_failed:
+            self.end(pool)
+            self.leave(pool)
+
+    def end(self, pool):
+        if pool not in self.captures:
+            raise RuntimeError("not currently recording to this pool")
+        self.captures.remove(pool)
+
+    def leave(self, pool):
+        self.uses[pool] -= 1
+        assert self.uses[pool] >= 0
+
+    def empty(self):
+        if not self.captures:
+            self.segments -= {pool for pool, count in self.uses.items() if not count}
+
+
+@pytest.mark.parametrize("ends_failed", [False, True])
+def test_memory_of_a_failed_capture_is_freed(ends_failed, monkeypatch):
+    """PyTorch 2.11 itself keeps it; newer releases do not."""
+    allocator, side = Allocator(monkeypatch, ends_failed), graphs.Side.__new__(graphs.Side)
+    side.pool = (0, 1)
+    allocator.fail(side.pool)
+    side.free(after_failure=True)
+    assert not allocator.captures and not allocator.segments and side.pool is None
+
+
+@pytest.mark.parametrize("name", graph_pieces.PIECES)
+def test_pieces_for_gpus_have_gradients_here(name, place, tmp_path):
+    run = Run(place, tmp_path, "bf16", "model.eod_reset=0", "data.sequence_length=64")
+    tokens_BS = torch.randint(32, (graph_pieces.B, graph_pieces.S))
+    found = graph_pieces.work_of(name, run.trainable.model, {"tokens": tokens_BS, "labels": tokens_BS})()
+    assert len(found) > 1 and all(x.isfinite().all() for x in found.values())
 
 
 def node_of(weight):

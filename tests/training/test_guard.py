@@ -193,7 +193,7 @@ def test_flat_curve_has_a_minimum_deviation():
     assert guard.look(2.017).action is Action.SKIP
 
 
-def test_a_nan_does_not_end_a_row_of_spikes():
+def test_nan_does_not_end_a_row_of_spikes():
     guard = guard_that_saw(STEADY, spike="skip", max_spikes=3)
     verdicts = [judged(guard, loss) for loss in (5.0, 5.0, math.nan, 5.0, 5.0)]
     assert [verdict.action.value for verdict in verdicts] == ["skip", "skip", "skip", "skip", "apply"]

@@ -47,7 +47,7 @@ def test_a_run_starts_with_a_warning(reason):
         assert any(line.startswith(f"  {op}: ") and "not triton: " in line and reason in line for line in lines), op
 
 
-def test_a_run_that_would_lose_kernels_is_refused_in_one_line(reason):
+def test_run_without_its_kernels_is_refused(reason):
     with pytest.raises(DeviceError, match=r"kernels\.if_missing=pytorch") as refused:
         refuse_lost(load("tiny"))
     assert reason in str(refused.value) and "sinkhorn" in str(refused.value) and "\n" not in str(refused.value)

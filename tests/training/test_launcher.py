@@ -323,12 +323,12 @@ REFUSES, CRASHES = "sys.exit(2)", "os.kill(os.getpid(), 9)"
 
 
 @pytest.mark.parametrize("end, code", [(REFUSES, exits.BAD_INPUT), (CRASHES, 137)])
-def test_marker_of_an_earlier_job_stays_and_decides_nothing(tmp_path, end, code):
+def test_marker_of_earlier_job_stays_and_decides_nothing(tmp_path, end, code):
     (tmp_path / "requeue").touch()
     assert finish(start(tmp_path, end, last_words=0.1))[0] == code
     assert (tmp_path / "requeue").exists()
 
 
-def test_launcher_of_a_refused_run_removes_what_it_made(tmp_path):
+def test_launcher_of_refused_run_removes_what_it_made(tmp_path):
     assert finish(start(tmp_path / "runs/new", REFUSES))[0] == exits.BAD_INPUT
     assert not (tmp_path / "runs").exists()

@@ -212,7 +212,7 @@ print([path.name for path in run.waiting()])
     assert said == ["[]", "['log.txt.waiting', 'metrics.jsonl.waiting']", "[]"]
 
 
-def test_standard_output_on_a_full_disk_loses_no_line(tmp_path):
+def test_standard_output_on_full_disk_loses_no_line(tmp_path):
     output = tmp_path / "rank-0.log"
     limited(
         tmp_path,

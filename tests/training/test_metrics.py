@@ -201,7 +201,7 @@ def test_validation_loss_is_weighted_by_the_mixture():
     )
 
 
-def test_bits_per_byte_are_bits_over_bytes_of_the_mixture():
+def test_bits_per_byte_weigh_the_mixture_s_bytes():
     """In 360 samples of which 300 have 4 bytes a token, and 60 have 2."""
     train = SimpleNamespace(schedule=Schedule([[15, 3, 2]]))
     data = SimpleNamespace(train=train, source_names=["pile", "code", "none"])

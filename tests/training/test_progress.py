@@ -24,14 +24,14 @@ def test_read_samples_are_all_but_the_skipped(ranges, first, length):
     assert samples == [i for i in range(first, first + length) if not any(a <= i <= b for a, b in passed)]
 
 
-def test_the_end_of_a_run_is_that_of_its_last_batch():
+def test_run_ends_with_its_last_batch():
     config = load("tiny", ["training.steps=3", "training.global_batch=4", "training.micro_batch=2"])
     assert Progress().end_of_data(config) == 12
     assert Progress(1, 8, 4, [(4, 7), (9, 10)]).end_of_data(config) == 18
     assert Progress(3, 20, 12).end_of_data(config) == 20
 
 
-def test_the_last_batch_is_what_the_last_step_read():
+def test_last_batch_is_what_the_last_step_read():
     progress = Progress(0, 4)
     progress.advance(10, 4)
     assert progress.last_batch == (4, 10) and "last_batch" not in progress.state()

@@ -82,7 +82,7 @@ def test_run_whose_folder_another_took_stops(waiting):
     assert not run.latest.exists()
 
 
-def test_lines_continue_in_new_file_if_theirs_is_removed(tmp_path):
+def test_lines_continue_in_new_file_after_a_removal(tmp_path):
     said = []
     lines = LineFile(tmp_path / "x" / "lines", said.append)
     lines.write("one")

@@ -184,7 +184,7 @@ def test_start_refuses_weights_that_compute_otherwise(started, old, new):
         refuse_start(started(old, new))
 
 
-def test_start_refuses_weights_with_an_output_layer_of_their_own(started):
+def test_start_refuses_weights_with_their_own_head(started):
     with pytest.raises(ResumeError, match=r"Use model\.tie_embeddings=False, or leave start\.from out"):
         refuse_start(started(["model.tie_embeddings=false"], ["model.tie_embeddings=true"]))
 

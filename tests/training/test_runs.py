@@ -158,7 +158,7 @@ def test_weights_of_another_run_start_a_new_run(forks, half, tmp_path):
     assert first["loss"] < metrics(half)[7]["loss"] < fresh["loss"]
 
 
-def test_ranks_start_from_one_checkpoint_of_a_run_that_trains(forks, tmp_path):
+def test_ranks_start_from_one_checkpoint_of_training_run(forks, tmp_path):
     source = RunFolder(tmp_path / "source/run")
     job = forks.run(tmp_path / "source", [*SMALL, "checkpoint.every=1", "training.stop_after_steps=2"], ranks=1)
     assert job.wait() == [0], job.output()

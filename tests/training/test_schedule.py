@@ -126,7 +126,7 @@ def test_wsd_is_constant_then_decays_in_its_shape(shape):
     assert rates(plan, range(151, 201)) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_longer_wsd_run_has_the_same_rates_before_its_decay():
+def test_longer_wsd_run_has_same_rates_before_decay():
     keys = ("optimizer.decay=wsd", "optimizer.warmup_tokens=20480", "optimizer.decay_tokens=102400")
     usual, longer = schedule(*keys)[0], schedule(*keys, "training.steps=400")[0]
     assert rates(usual, range(1, 151)) == rates(longer, range(1, 151))
@@ -172,7 +172,7 @@ def test_steps_of_a_ramp_are_those_it_takes():
             assert load("tiny", [ramp, f"training.steps={steps}"]).steps == steps
 
 
-def test_ramp_that_no_rank_can_divide_names_the_nearest():
+def test_ramp_that_no_rank_can_divide_names_nearest():
     config = load("tiny", ["training.batch_ramp=[{batch: 6, until: 1000}]", "training.micro_batch=2"])
     with pytest.raises(layout.LayoutError) as refused:
         layout.check(config, 4)
@@ -182,7 +182,7 @@ def test_ramp_that_no_rank_can_divide_names_the_nearest():
     layout.check(load("tiny", [suggested, "training.micro_batch=1"]), 4)
 
 
-def test_changed_length_is_the_same_place_on_the_curve():
+def test_changed_length_is_same_place_on_the_curve():
     keys = ("optimizer.decay=linear", "training.tokens=102400")
     before, now = load("tiny", list(keys)), load("tiny", [*keys, "data.sequence_length=256"])
     assert rate_change(before, now, 20, 160) == []
@@ -190,7 +190,7 @@ def test_changed_length_is_the_same_place_on_the_curve():
     assert len(rate_change(before, shorter, 20, 160)) == 1
 
 
-def test_ramp_and_decay_that_do_not_fit_are_refused():
+def test_ramp_and_decay_that_overlap_are_refused():
     cases = {
         ("optimizer.decay=wsd", "optimizer.decay_tokens=409000"): "does not fit behind the warm-up of 20480",
         ("optimizer.warmup_tokens=409600",): "is not less than the run's training.tokens=409600",

@@ -52,7 +52,7 @@ def settings(corpus, tasks="piqa"):
 
 
 @thorough
-def test_checkpoints_are_scored_and_a_failing_task_hurts_nothing(forks, corpus, tmp_path):
+def test_checkpoints_are_scored_and_failing_task_hurts_nothing(forks, corpus, tmp_path):
     """Rank 0 scores. The checkpoint of step 4 is kept until it is scored, though only the last one is."""
     scored, failing, plain = (tmp_path / name for name in ("scored", "failing", "plain"))
     for folder, more in ((scored, settings(corpus)), (failing, settings(corpus, "piqa,no_such_task"))):

@@ -62,13 +62,13 @@ def learn(watch):
         watch.settle(Verdict(Action.APPLY), 1.0, 1.0, None, lambda: 5)
 
 
-def test_a_new_phase_has_a_loss_of_its_own(watch):
+def test_new_phase_has_a_loss_of_its_own(watch):
     learn(watch)
     assert watch.look(1, SPIKE, (0, 0), new_phase=False).cause is Cause.SPIKE
     assert watch.look(1, SPIKE, (0, 0), new_phase=True) == Verdict(Action.APPLY)
 
 
-def test_replicas_are_compared_at_their_steps_and_before_saves(watch, monkeypatch):
+def test_replicas_are_compared_at_steps_and_before_saves(watch, monkeypatch):
     monkeypatch.setattr(watch._replicas, "differing", lambda: "rank 1")
     causes = [watch.look(step, 1.0, (0, 0), new_phase=False).cause for step in (1, 2, 3, 4)]
     assert causes == [None, None, Cause.REPLICAS, None] and watch.differing() == "rank 1"
@@ -81,7 +81,7 @@ def test_a_differing_replica_says_nothing_of_the_loss(watch):
     assert verdict.reason == "replicas of weights differ: rank 1; found" and watch.state() == before
 
 
-def test_a_checkpoint_is_gone_back_to_only_so_often(watch, told):
+def test_checkpoint_is_gone_back_to_only_so_often(watch, told):
     def settled(cause, newest):
         told.clear()
         verdict = watch.settle(Verdict(Action.REWIND, "bad", cause), SPIKE, 1.0, None, lambda: newest)

@@ -1,46 +1,107 @@
-"""megatron-core's Muon, made to know stacks of matrices and float64.
+"""Muon in the place of Adam, told which ranges of which weights this rank's shards are."""
 
-Shapes: E experts of this rank, R rows and C columns of one expert's matrix.
-"""
-
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
-from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch import Tensor
 
-from megatron_blackmamba.engine.checked import private
-from megatron_blackmamba.engine.float64 import as_if_fp32
+from megatron_blackmamba import optimizers
+from megatron_blackmamba.engine.adam import Adam
+from megatron_blackmamba.engine.muon import Matrix, Muon, Range, Shared, matrices_of
+from megatron_blackmamba.engine.parts.optimizer import Built
+from megatron_blackmamba.layers import Stack
+from megatron_blackmamba.ops.orthogonal import flops
+from megatron_blackmamba.optimizers import OptimizerKind
+from megatron_blackmamba.optimizers.base import DECLARED
 from megatron_blackmamba.optimizers.muon import orthogonalizes
+from megatron_blackmamba.settings import OptimizerConfig
 
-from megatron.core.optimizer import emerging_optimizers
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
-
-
-class StackedMuon(emerging_optimizers.TensorParallelMuon):
-    """Muon that makes the matrix of each expert orthogonal by itself, where megatron-core takes Adam."""
-
-    def orthogonalize(self, p: Any, grad: Tensor, **kwargs: Any) -> Tensor:
-        """Return the update of a weight with this momentum; weights of tensor-parallel ranks are gathered for it."""
-        with as_if_fp32(muon_utils, grad):
-            return super().orthogonalize(p, grad, **kwargs) if p.dim() == 2 else self._each(p, grad)
-
-    def _each(self, stack: Any, momentum: Tensor) -> Tensor:
-        """Gather the hidden units of each expert, flatten gate and up into one matrix, and keep this rank's units."""
-        group, axis = self.pg_collection.expt_tp, stack.partition_dim
-        parts = [torch.empty_like(momentum) for _ in range(group.size())]
-        dist.all_gather(parts, momentum.contiguous(), group)
-        whole = torch.cat(parts, axis)
-        update_ERC = self.scaled_orthogonalize_fn(whole.flatten(1, -2), group, None)
-        return update_ERC.view(whole.shape).chunk(group.size(), axis)[group.rank()]
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-def register() -> None:
-    """Add it to megatron-core's optimizers, with Adam for all other weights."""
-    others = ParamKey(predicate=ParamPredicate("updated_by_adam", lambda weight: not orthogonalizes(weight)))
-    private(emerging_optimizers, "_EMERGING_OPTIMIZERS")["stacked_muon"] = emerging_optimizers.EmergingOptimizerEntry(
-        StackedMuon,
-        config_to_kwargs=private(emerging_optimizers, "_muon_config_to_kwargs"),
-        default_param_overrides={others: {"optimizer": "adam"}},
-    )
+@contextmanager
+def in_place_of_adam(kind: OptimizerKind, settings: OptimizerConfig) -> Iterator[None]:
+    """Have megatron-core build Muon where it would build Adam."""
+    if not kind.by_matrix:
+        yield
+        return
+    moments = torch.bfloat16 if settings.moments == "bf16" else None
+    ours = partial(Muon, moments=moments, momentum=settings.momentum, steps=settings.newton_schulz)
+    with mock.patch.object(megatron_optimizer, "Adam", ours), mock.patch.object(distrib_optimizer, "Adam", Adam):
+        yield
+
+
+def know_matrices(built: Built, groups: ProcessGroupCollection) -> None:
+    """Tell each Muon the matrices of its weights, and the groups over which they are spread."""
+    for part in built.distributed:
+        if not part.is_stub_optimizer and isinstance(part.optimizer, Muon):
+            weights = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
+            of_experts = any(isinstance(getattr(weight, DECLARED, None), Stack) for weight in weights)
+            full = torch.promote_types(weights[0].dtype, torch.float32)
+            part.optimizer.share(
+                _shared(built, part, groups),
+                part.data_parallel_group,
+                groups.expt_tp if of_experts else groups.tp,
+                weights[0].new_empty(0, dtype=full),
+            )
+
+
+def products_of(buffer: Any, settings: OptimizerConfig, groups: ProcessGroupCollection) -> int:
+    """Return the FLOPs of this rank's share of the matrices in a buffer, if all ranks have as many."""
+    found = 0
+    if optimizers.kind_of(settings.kind).by_matrix:
+        for weight in buffer.param_index_map:
+            for matrix in _matrices(weight, settings, groups):
+                ranks = (groups.expt_tp if isinstance(getattr(weight, DECLARED, None), Stack) else groups.tp).size()
+                rows = matrix.rows * (ranks if matrix.axis == 0 else 1)
+                found += flops(rows, matrix.columns * (ranks if matrix.axis == 1 else 1), settings.newton_schulz)
+    return found // buffer.data_parallel_group.size()
+
+
+def _shared(built: Built, part: DistributedOptimizer, groups: ProcessGroupCollection) -> Iterator[Shared]:
+    shards = dict(_shards(part))
+    for buffer in part.buffers:
+        for parameter in buffer.param_index_map:
+            if matrices := _matrices(parameter, built.settings, groups):
+                yield Shared(shards.get(parameter), owned(buffer, parameter), matrices)
+
+
+def _matrices(parameter: Any, settings: OptimizerConfig, groups: ProcessGroupCollection) -> list[Matrix]:
+    """Return the matrices of a rank's weight; none if Adam updates it."""
+    if not orthogonalizes(parameter):
+        return []
+    declared, axis = getattr(parameter, DECLARED, None), None
+    if isinstance(declared, Stack):
+        declared = declared.share(groups.ep.size(), groups.expt_tp.size())
+    elif declared is not None:
+        declared = declared.share(groups.tp.size())
+    elif getattr(parameter, "tensor_model_parallel", False):
+        axis = parameter.partition_dim
+    return matrices_of(parameter.shape, declared, axis, settings.matrices == "whole")
+
+
+def owned(buffer: Any, parameter: Tensor) -> list[Range]:
+    """Return the range of a parameter's elements that each data-parallel rank owns."""
+    first, last = buffer.param_index_map[parameter][:2]
+    bucket = next(b for b in buffer.buckets if b.offset <= first < b.offset + b.grad_data.numel())
+    ranks = buffer.data_parallel_group.size()
+    size, found = bucket.grad_data.numel() // ranks, []
+    for rank in range(ranks):
+        start = max(first, bucket.offset + rank * size)
+        end = min(last, bucket.offset + (rank + 1) * size)
+        found.append((start - first, max(start, end) - first))
+    return found
+
+
+def _shards(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter that this rank owns a range of, with the shard that the optimizer updates."""
+    for parameter, (group, place) in part.model_param_group_index_map.items():
+        if parameter in part.model_param_gbuf_map:
+            yield parameter, part.optimizer.param_groups[group]["params"][place]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
@@ -35,7 +34,7 @@ class Attention(LayerKind):
     cut = None
     widens = True
     writes_to_residual = ("linear_proj.weight",)
-    entry = '"attention"'
+    part, entry = "attention", "attention"
 
     def problems(self, model: ModelConfig) -> list[str]:
         width, heads, groups = model.hidden_size, model.attention.heads, kv_heads(model)
@@ -73,12 +72,6 @@ class Attention(LayerKind):
             Division("model.attention.kv_heads", kv_heads(model), "tensor"),
         ]
 
-    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
-        return {"attention": Fraction(1)}
-
-    def part_of(self, parameter: str) -> str:
-        return "attention"
-
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         D, C, groups, queries = model.hidden_size, head_dim(model), kv_heads(model), query_rows(model)
         return {
@@ -89,12 +82,6 @@ class Attention(LayerKind):
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None
-
-    def exported(self, model: ModelConfig) -> str:
-        return "attention"
-
-    def imported(self, entry: str) -> dict[str, Any] | None:
-        return {} if entry == "attention" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         attention = model.attention

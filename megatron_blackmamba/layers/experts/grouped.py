@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_blackmamba.model.config import MegatronConfig
-from megatron_blackmamba.model.sharding import empty, stacked
+from megatron_blackmamba.model.sharding import empty
 from megatron_blackmamba.ops.experts import grouped_experts
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -37,7 +37,7 @@ class GroupedExperts(MegatronModule):
         self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
-        parameter: Any = stacked(empty(*shape, dtype=self.config.params_dtype))
+        parameter: Any = empty(*shape, dtype=self.config.params_dtype)
         # Experts are reduced over the ranks that hold the same experts, at every layout: with `allreduce` set when
         # expert parallelism is off, megatron-core lets replicas on tensor-parallel ranks drift apart.
         parameter.allreduce = False

@@ -39,9 +39,11 @@ class Experts(LayerKind):
     widens = True
     routed = True
     recompute = frozenset({"layers", "experts"})
+    by_adam = ("router.weight",)
     writes_to_residual = ("fc2", "linear_fc2.weight")
     released = True
     entry = "a number of experts"
+    form = entry
 
     @property
     def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -5,6 +5,8 @@ If this rank has all experts and every token goes to K of them, nothing is sent:
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K experts of a token, P = T * K token-expert pairs.
 """
 
+from pkgutil import resolve_name
+
 from torch import Tensor
 
 from megatron_blackmamba import routers
@@ -14,7 +16,6 @@ from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import linears
 from megatron_blackmamba.model.router import KindRouter
-from megatron_blackmamba.registry import named
 from megatron_blackmamba.routers import Routed
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -28,7 +29,7 @@ class MoEMixer(MoELayer):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
         column, row = linears(config.kernels.linear)
         shared = ModuleSpec(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
-        router = named(routers.kind_of(config.described.router.kind).module)
+        router = resolve_name(routers.kind_of(config.described.router.kind).module)
         submodules = MoESubmodules(router=router, experts=GroupedExperts, shared_experts=shared)
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
         ranks = pg_collection.ep.size() * pg_collection.expt_tp.size()

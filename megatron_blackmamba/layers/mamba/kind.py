@@ -6,7 +6,6 @@ Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolutio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
@@ -31,19 +30,14 @@ class Mamba(LayerKind):
     mixer = "megatron_blackmamba.layers.mamba.mixer:MambaMixer"
     cost = "megatron_blackmamba.layers.mamba.cost:MambaCost"
     decode = "megatron_blackmamba.layers.mamba.decode:MambaDecoding"
+    by_adam = ("x_proj.weight", "dt_proj.weight")
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
     released = True
-    entry = '"r"'
+    part, entry = "mamba", "r"
 
     def divisions(self, model: ModelConfig) -> list[Division]:
         return [Division("the inner width (model.expand × model.hidden_size)", model.inner_size, "tensor")]
-
-    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
-        return {"mamba": Fraction(1)}
-
-    def part_of(self, parameter: str) -> str:
-        return "mamba"
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         D, I, N, K, R = sizes(model)
@@ -74,12 +68,6 @@ class Mamba(LayerKind):
         if fan := fans.get(name.partition(".")[0]):
             return (torch.rand(shape, generator=random) * 2 - 1) * fan**-0.5
         return None
-
-    def exported(self, model: ModelConfig) -> str:
-        return "r"
-
-    def imported(self, entry: str) -> dict[str, Any] | None:
-        return {} if entry == "r" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         return {"mamba_norms": model.mamba_norms}

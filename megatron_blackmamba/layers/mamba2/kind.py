@@ -9,7 +9,6 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
@@ -36,7 +35,7 @@ class Mamba2(LayerKind):
     decode = "megatron_blackmamba.layers.mamba2.decode:Mamba2Decoding"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")
-    entry = '"mamba2"'
+    part, entry = "mamba2", "mamba2"
     cut = None
     widens = True
 
@@ -56,12 +55,6 @@ class Mamba2(LayerKind):
             Division(what, sizes(model)[1], "tensor"),
             Division("model.mamba2.groups", model.mamba2.groups, "tensor"),
         ]
-
-    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
-        return {"mamba2": Fraction(1)}
-
-    def part_of(self, parameter: str) -> str:
-        return "mamba2"
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         I, H, GN = sizes(model)
@@ -89,12 +82,6 @@ class Mamba2(LayerKind):
         if name.startswith("conv1d."):
             return (torch.rand(shape, generator=random) * 2 - 1) * model.conv_kernel**-0.5
         return None
-
-    def exported(self, model: ModelConfig) -> str:
-        return "mamba2"
-
-    def imported(self, entry: str) -> dict[str, Any] | None:
-        return {} if entry == "mamba2" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         fields = {f"mamba2_{field}": getattr(model.mamba2, field) for field in _FIELDS}

@@ -10,7 +10,6 @@ X = 2I + 2RGN + 3H + S rows of in_proj.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
@@ -38,7 +37,7 @@ class Mamba3(LayerKind):
     decode = "megatron_blackmamba.layers.mamba3.decode:Mamba3Decoding"
     writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = (*BIASES, "D", *MIX)
-    entry = '"mamba3"'
+    part, entry = "mamba3", "mamba3"
     cut = None
     widens = True
 
@@ -61,12 +60,6 @@ class Mamba3(LayerKind):
             Division("model.mamba3.groups", model.mamba3.groups, "tensor"),
             Division("the angles (model.mamba3.state_size × rope_fraction / 2)", angles(model), "tensor"),
         ]
-
-    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
-        return {"mamba3": Fraction(1)}
-
-    def part_of(self, parameter: str) -> str:
-        return "mamba3"
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         I, N, R = model.inner_size, model.mamba3.state_size, model.mamba3.rank
@@ -91,12 +84,6 @@ class Mamba3(LayerKind):
         if name in MIX:
             return torch.full(shape, 1 / model.mamba3.rank)
         return initial_dt_bias(shape, model, random) if name == "dt_bias" else None
-
-    def exported(self, model: ModelConfig) -> str:
-        return "mamba3"
-
-    def imported(self, entry: str) -> dict[str, Any] | None:
-        return {} if entry == "mamba3" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         return {f"mamba3_{field}": getattr(model.mamba3, field) for field in _FIELDS}

@@ -20,7 +20,3 @@ class MLPCost(Cost):
         """Return the bytes of the input, and what is kept for each hidden unit."""
         F = (at.model.mlp_hidden_size or 0) // at.tensor
         return at.width * (at.here * at.model.hidden_size + at.whole * kept(at.model) * F)
-
-    def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
-        """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient."""
-        return {"tensor": (2 * passes + 1) * at.stream}

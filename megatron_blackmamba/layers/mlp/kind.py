@@ -6,7 +6,6 @@ Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up; without 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
@@ -50,7 +49,7 @@ class MLP(LayerKind):
     cost = "megatron_blackmamba.layers.mlp.cost:MLPCost"
     decode = "megatron_blackmamba.layers.mlp.decode:MLPDecoding"
     writes_to_residual = ("linear_fc2.weight",)
-    entry = '"mlp"'
+    part, entry = "mlp", "mlp"
 
     def problems(self, model: ModelConfig) -> list[str]:
         return [] if model.mlp_hidden_size else ["the pattern has - layers: set model.mlp_hidden_size"]
@@ -58,23 +57,11 @@ class MLP(LayerKind):
     def divisions(self, model: ModelConfig) -> list[Division]:
         return [Division("model.mlp_hidden_size", model.mlp_hidden_size or 0, "tensor")]
 
-    def parts(self, model: ModelConfig) -> dict[str, Fraction]:
-        return {"mlp": Fraction(1)}
-
-    def part_of(self, parameter: str) -> str:
-        return "mlp"
-
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         return weights(model, model.mlp_hidden_size or 0)
 
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         return None
-
-    def exported(self, model: ModelConfig) -> str:
-        return "mlp"
-
-    def imported(self, entry: str) -> dict[str, Any] | None:
-        return {} if entry == "mlp" else None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         return {"mlp_hidden_size": model.mlp_hidden_size, "gated": model.gated}

@@ -9,9 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from megatron_blackmamba.ops.triton_math import LOG2E, narrowed, sigmoid, softplus
-
-INVERSE_ROOT_2 = tl.constexpr(0.7071067811865476)
+from megatron_blackmamba.ops.triton_math import INVERSE_ROOT_2, LOG2E, narrowed, sigmoid, softplus
 
 
 @triton.jit

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.gradients import first_order
-from megatron_blackmamba.ops.triton_math import sigmoid
+from megatron_blackmamba.ops.triton_math import INVERSE_ROOT_2, sigmoid
 
 TAKES = Takes("cuda", UP_TO_FP32)
 BLOCK_F = 1024
-INVERSE_ROOT_2, DENSITY = tl.constexpr(0.7071067811865476), tl.constexpr(0.3989422804014327)
+DENSITY = tl.constexpr(0.3989422804014327)
 
 
 def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None) -> Tensor:

@@ -72,7 +72,7 @@ def bf16_products() -> bool:
     if allowed not in ("DEFAULT", "ALL") and not any(name in allowed for name in ("BF16", "FP16", "AMX", "AVX10")):
         return False
     cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    flags = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     x86 = "\nflags" in flags
     return not x86 or any(name in flags for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert"))
 

@@ -172,7 +172,7 @@ def cache_folder() -> Path:
 def recall(key: tuple) -> Plan | None:
     """Return the cached plan for this key, if any; an unreadable file counts as missing."""
     try:
-        entry = json.loads(_file_of(key).read_text())
+        entry = json.loads(_file_of(key).read_text(encoding="utf-8"))
         return Plan(**entry["plan"]) if entry["key"] == list(key) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None

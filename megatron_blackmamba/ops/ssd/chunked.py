@@ -31,14 +31,6 @@ Segment = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 """Returns the outputs of a segment and the state behind it, given its inputs and the state before it."""
 
 
-def unavailable() -> str | None:
-    return None
-
-
-def unsupported(inputs: Inputs) -> str | None:
-    return None
-
-
 def scan(inputs: Any, segment: Segment | None = None) -> tuple[Tensor, Tensor]:
     """Scan the inputs of `ssd` or of Mamba-3, with another function for the segments if given."""
     return _Scan.apply(segment or _segment, type(inputs), *inputs)

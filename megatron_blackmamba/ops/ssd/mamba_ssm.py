@@ -9,8 +9,11 @@ import torch
 from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 from torch import Tensor
 
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.ssd.chunked import CHUNK
 from megatron_blackmamba.ops.ssd.inputs import Inputs
+
+TAKES = Takes("cuda", UP_TO_FP32)
 
 
 def unavailable() -> str | None:
@@ -27,10 +30,6 @@ def smallest(device: str) -> None:
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    if not inputs.x_BLHP.is_cuda:
-        return "the tensors are not on a CUDA device"
-    if inputs.x_BLHP.dtype == torch.float64:
-        return "computes in float32, the input is float64"
     return "the input is empty" if inputs.x_BLHP.numel() == 0 else None
 
 

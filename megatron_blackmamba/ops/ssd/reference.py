@@ -12,14 +12,6 @@ from torch import Tensor
 from megatron_blackmamba.ops.ssd.inputs import Inputs
 
 
-def unavailable() -> str | None:
-    return None
-
-
-def unsupported(inputs: Inputs) -> str | None:
-    return None
-
-
 def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
     x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, D_H, dt_bias_H, state_BHPN, reset_BL = inputs
     compute = torch.promote_types(x_BLHP.dtype, torch.float32)

@@ -1,7 +1,6 @@
 """A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
 
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from megatron_blackmamba.engine import changes
 from megatron_blackmamba.engine.parts import schedule
 from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
 from megatron_blackmamba.engine.parts.ema import Ema
+from megatron_blackmamba.engine.parts.muon import know_matrices
 from megatron_blackmamba.engine.parts.optimizer import Built
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.optimizers.base import NO_DECAY
@@ -58,10 +58,8 @@ def make_trainable(
     reduced = Accumulation(model.config, how, model)
     settings = config.optimizer
     kind = optimizers.kind_of(settings.kind)
-    if kind.extends:
-        resolve_name(kind.extends)()
-    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd alive,
-    # which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
+    # The optimizer's parts of fp32 weights are views. With a gradient each would keep its weight's node of autograd
+    # alive, which adds gradients on the stream of today: a CUDA graph captured on another one would fail.
     with torch.no_grad(), changes.during(changes.BUILDING, kind, settings, skip=skip):
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -81,6 +79,7 @@ def make_trainable(
         )
     built = Built(optimizer, reduced, model, kind, settings)
     changes.apply(changes.OPTIMIZER, built, skip=skip)
+    know_matrices(built, world.groups)
     schedule.connect(model.config, optimizer, reduced)
     decay = config.training.ema
     return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None)

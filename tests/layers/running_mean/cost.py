@@ -11,6 +11,3 @@ class MeanCost(Cost):
         """in_proj's input, the mean before and after the gain, and the counts that divide it."""
         D = at.model.hidden_size
         return at.width * D * (at.here + 2 * at.whole // at.tensor) + 4 * at.whole
-
-    def traffic(self, at, passes):
-        return {"tensor": (2 * passes + 1) * at.stream}

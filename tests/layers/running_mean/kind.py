@@ -1,7 +1,5 @@
 """The mean of all tokens so far, between two projections, times a gain for each channel."""
 
-from fractions import Fraction
-
 from megatron_blackmamba.layers import Cannot, Division, LayerKind, by_columns, by_rows
 
 
@@ -10,16 +8,11 @@ class RunningMean(LayerKind):
     mixer = f"{__package__}.mixer:MeanMixer"
     cost = f"{__package__}.cost:MeanCost"
     decode = f"{__package__}.decode:MeanDecoding"
-    writes_to_residual = ("out_proj.weight",)
+    part, writes_to_residual = "mean", ("out_proj.weight",)
+    entry = Cannot("running mean layers (A) have no class in the modeling files")
 
     def divisions(self, model):
         return [Division("model.hidden_size", model.hidden_size, "tensor")]
-
-    def parts(self, model):
-        return {"mean": Fraction(1)}
-
-    def part_of(self, parameter):
-        return "mean"
 
     def weights(self, model):
         D = model.hidden_size
@@ -29,6 +22,3 @@ class RunningMean(LayerKind):
         import torch
 
         return torch.ones(shape) if name == "gain" else None
-
-    def exported(self, model):
-        return Cannot("running mean layers (A) have no class in the modeling files")
