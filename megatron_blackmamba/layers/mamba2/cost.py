@@ -11,6 +11,9 @@ from megatron_blackmamba.layers.mamba2.kind import sizes
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
+NORM_PASSES = ((3, 12), (6, 33))
+"""Conversions, and other reads or writes of a number, of the gated norm forward and backward."""
+
 
 class Mamba2Cost(Cost):
     elementwise = frozenset({"convolution"})
@@ -66,7 +69,11 @@ class Mamba2Cost(Cost):
         return max(self.kept(at), scan, norm)
 
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
-        """Count projections, convolution, scan and norm where the scan runs in Triton."""
+        """Count projections, convolution, scan and norm where the scan runs in Triton.
+
+        The norm is PyTorch's operations, which move more bytes than the scan. The backward pass also joins the
+        gradients of parts of in_proj's output, and of x, B and C.
+        """
         from megatron_blackmamba.ops.ssd import costs
 
         I, H, GN = (number // at.tensor for number in sizes(at.model))
@@ -74,11 +81,13 @@ class Mamba2Cost(Cost):
         if not costs.in_triton(at, I // H, N):
             return super().work(at)
         projections = [Work(at.width * at.whole * (D + X), 2 * D * X * at.whole) for X in (2 * I + 2 * GN + H, I)]
-        convolved, gated = at.width * at.whole * (I + 2 * GN), at.width * at.whole * I
+        convolved, wide = at.width * at.whole * (I + 2 * GN), max(at.width, FP32)
+        joined = 2 * convolved + 2 * at.width * at.whole * (2 * I + 2 * GN + H)
+        norms = [Work(at.whole * I * (rounded * (at.width + wide) + passes * wide)) for rounded, passes in NORM_PASSES]
         forward, backward = costs.work_in_triton(at, I, N)
-        forward = [*projections, Work(2 * convolved), *forward, Work(3 * gated), Work(launches=SMALL_KERNELS[0])]
-        backward = [*projections, *projections, Work(4 * convolved), *backward, Work(6 * gated)]
-        return forward, [*backward, Work(launches=SMALL_KERNELS[1])]
+        forward = [*projections, Work(2 * convolved), *forward, norms[0], Work(launches=SMALL_KERNELS[0])]
+        backward = [*projections, *projections, Work(4 * convolved), *backward, norms[1]]
+        return forward, [*backward, Work(joined), Work(launches=SMALL_KERNELS[1])]
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream is gathered, scattered, and gathered again for the weight gradient.
