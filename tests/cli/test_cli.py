@@ -109,7 +109,7 @@ def run_without(module, *words):
 
 def test_chat_names_what_to_install():
     done = run_without("starlette", "chat", "nowhere")
-    told = "blackmamba: starlette or uvicorn is missing: pip install 'megatron-blackmamba[chat]'\n"
+    told = "blackmamba: starlette or uvicorn is missing: pip install -e '.[chat]'\n"
     assert (done.returncode, done.stderr) == (2, told)
 
 
