@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 
 class Interpreter:
@@ -36,6 +37,15 @@ def interpreter() -> Iterator[Interpreter]:
             os.environ["TRITON_INTERPRET"] = before
     with pool:
         yield Interpreter(pool)
+
+
+def last_program_first(patch: Any) -> None:
+    """Interpret programs from the last to the first: what one writes behind its own part then stays, and is wrong."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    place = InterpreterBuilder.set_grid_idx
+    turned = lambda builder, *at: place(builder, *(n - 1 - i for n, i in zip(builder.grid_dim, at, strict=True)))
+    patch.setattr(InterpreterBuilder, "set_grid_idx", turned)
 
 
 def _prepare() -> None:

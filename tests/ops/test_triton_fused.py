@@ -7,6 +7,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from tests.ops.implementations import assert_close
+from tests.ops.interpreted import last_program_first
 
 pytestmark = pytest.mark.xdist_group("triton")
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
@@ -32,6 +33,7 @@ def run_gated(gate_up, weights, grad, gelu):
     leaves = leaves_of([gate_up, weights])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_blackmamba.ops.gated.triton.BLOCK_F", 16)  # several blocks
+        last_program_first(patch)
         y = gated(leaves[0], "gelu" if gelu else "silu", leaves[1])
         y.backward(grad)
     return named([y], leaves)

@@ -392,9 +392,11 @@ def test_variants_are_compared_at_their_own_best_rates(tmp_path):
     assert "0.008 (edge)" in text and "0.002 (edge)" in text and "-0.100 ± 0.000" in text
 
 
-def test_study_with_branches_may_grow_in_its_folder(tmp_path):
+def test_study_with_branches_may_grow_in_its_folder(tmp_path, monkeypatch):
     study_of(tmp_path)
     file = tmp_path / "mine.yaml"
+    monkeypatch.chdir(tmp_path)
+    assert open_study("mine.yaml", None).folder == tmp_path / "studies" / "mine"
     open_study(str(file), tmp_path)
     study_of(tmp_path, seeds=[1, 2])
     assert open_study(str(file), tmp_path).config.seeds == [1, 2]

@@ -116,6 +116,9 @@ def test_the_command_prints_step_and_document(run, read):
     assert f"step {step}, sample {samples[3]}, epoch " in printed.stdout
     printed = CliRunner().invoke(app, ["data", "trace", str(run), "--samples", f"{samples[0]}-{samples[1]}"])
     assert f"=== sample {samples[0]}: " in printed.stdout
+    printed = CliRunner().invoke(app, ["data", "trace", str(run), "--step", str(step), "--sample", "3", "--chars", "5"])
+    longest = max((each["text"] for each in shown["documents"]), key=len)
+    assert f"\n{longest[:5]} [...]\n" in printed.stdout and longest not in printed.stdout
 
 
 @pytest.mark.parametrize("rank", range(4))
