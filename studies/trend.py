@@ -12,6 +12,7 @@ from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.page import Report
 from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, unique
 from megatron_blackmamba.study.runs import Study
+from megatron_blackmamba.study.table import Table
 from studies import differences, fits, picture, routing, tables
 from studies.picture import curve_of, zero
 
@@ -25,7 +26,7 @@ def report(study: Study, found: Evidence) -> Report:
     subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
     first, *lines = summary(shown)
     said = "".join(f"<p>{escape(line)}</p>" for line in (first, *lines))
-    parts = [
+    parts: list[str | Table] = [
         f"<section><h2>So far</h2>{said}</section>",
         html.section("Differences", [*_differences(shown)], "Below zero, the first variant is better. Bands are 95%"
                      " confidence intervals over the seeds. The variants of a seed share the order of the data."),

@@ -110,7 +110,7 @@ class Muon(Adam):
         """Of the type and on the device of what is exchanged."""
         self._batches: list[list[Piece]] = []
 
-    fused = False  # type: ignore[assignment]
+    fused = False
 
     def share(self, weights: Iterable[Shared], ranks: Any, tensor_ranks: Any, empty: Tensor) -> None:
         """Take over the weights with matrices, in the order that all ranks of both groups have."""
@@ -245,7 +245,7 @@ class Muon(Adam):
         alike: dict[tuple[int, int, int | None], list[Piece]] = defaultdict(list)
         for piece in mine:
             alike[piece.matrix.rows, piece.matrix.columns, piece.matrix.axis].append(piece)
-        found = {}
+        found: dict[int, Tensor] = {}
         for (rows, columns, axis), pieces in alike.items():
             x_NRC = torch.stack([whole[id(piece)].view(rows, columns) for piece in pieces])
             update_NRC = self._whole_update(x_NRC, axis)
@@ -254,14 +254,14 @@ class Muon(Adam):
 
     def _whole_update(self, x_NRC: Tensor, axis: int | None) -> Tensor:
         """Gather matrices over the tensor-parallel ranks, and return this rank's part of their updates."""
-        group = self.tensor_ranks
-        split = axis is not None and group.size() > 1
-        if split:
-            parts = [torch.empty_like(x_NRC) for _ in range(group.size())]
+        group, ranks = self.tensor_ranks, 1 if axis is None else self.tensor_ranks.size()
+        along = 1 + (axis or 0)
+        if ranks > 1:
+            parts = [torch.empty_like(x_NRC) for _ in range(ranks)]
             dist.all_gather(parts, x_NRC.contiguous(), group)
-            x_NRC = torch.cat(parts, axis + 1)
+            x_NRC = torch.cat(parts, along)
         update_NRC = SCALE * max(x_NRC.shape[1:]) ** 0.5 * orthogonal(x_NRC, self.steps)
-        return update_NRC.chunk(group.size(), axis + 1)[group.rank()] if split else update_NRC
+        return update_NRC.chunk(ranks, along)[group.rank()] if ranks > 1 else update_NRC
 
 
 def _sum(parts: list[Tensor]) -> int:

@@ -191,7 +191,12 @@ class Lines(Chart):
             names += named
             colour, width = f"C{curve.colour}", 0.8 if curve.thin else 1.6
             marker = "." if len(curve.x) < FEW_DOTS and not curve.thin else ""
-            style = {"linestyle": "--" if curve.dashed else "-", "marker": marker, "color": colour, "linewidth": width}
+            style: Any = {
+                "linestyle": "--" if curve.dashed else "-",
+                "marker": marker,
+                "color": colour,
+                "linewidth": width,
+            }
             axes.plot(curve.x, curve.y, label=curve.name if named else None, **style)
             if curve.band is not None and len(curve.x) > 1:
                 axes.fill_between(curve.x, *curve.band, color=colour, alpha=0.15, linewidth=0)

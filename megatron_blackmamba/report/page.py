@@ -55,7 +55,7 @@ def render(history: History) -> str:
 
 def pictures(history: History) -> dict[str, list[Chart]]:
     """Return the main charts by the name of their file."""
-    shares = [chart for chart in experts(history) if isinstance(chart, charts.Shares)]
+    shares: list[Chart] = [chart for chart in experts(history) if isinstance(chart, charts.Shares)]
     return {"loss": [loss(history), *source_losses(history)], "experts": shares, "mixture": [mixture(history)]}
 
 

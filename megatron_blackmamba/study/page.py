@@ -83,7 +83,8 @@ class Group:
 def grouped(points: Sequence[Point], kind: str) -> list[Group]:
     """Return the groups of one kind by size, in the order of the study."""
     some = [point for point in points if point.kind == kind]
-    sizes, found = unique(some, "size"), {}
+    sizes = unique(some, "size")
+    found: dict[tuple[str, str, int], list[Point]] = {}
     for point in sorted(some, key=lambda point: sizes.index(point.size)):
         name = ", ".join([point.variant, *(f"{key}={value}" for key, value in point.changed.items())])
         found.setdefault((name, point.size, point.budget), []).append(point)
