@@ -17,15 +17,14 @@ from tests.layers.fused import Fused, Untold
 from tests.layers.running_mean.kind import RunningMean
 from tests.runtime.ranks import fork_ranks, import_once
 
-for kind in (RunningMean, Fused, Untold):
-    layers.register(kind)
 HEADS = ["model.mamba2.head_dim=16", "model.mamba2.state_size=8", "model.mamba2.groups=2", "model.mamba3.groups=2"]
 HEADS += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.attention.heads=4"]
 HEADS += ["model.attention.kv_heads=2", "model.mlp_hidden_size=96", "model.vocab_size=64"]
 MORE = ["model.mamba_norms=true", "model.mamba2.heads=6", "model.mamba3.rank=3", "model.mamba3.output_norm=true"]
 MORE += ["model.attention.qk_norm=true", "model.attention.head_dim=10", "model.gated=false", "model.activation=relu2"]
 MORE += ["model.shared_expert_hidden_size=48", "model.top_k=2", "model.router.kind=expert_bias"]
-ALL = "".join(kind.letter for kind in layers.all_kinds() if kind.letter != Untold.letter) + Untold.letter
+ADDED = (RunningMean, Fused, Untold)
+ALL = "".join(kind.letter for kind in (*layers.all_kinds(), *ADDED))
 MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSR*-E'", *MORE]}
 """A layer of each kind, the one that lies last, and of those with options with them."""
 
@@ -70,6 +69,8 @@ def noted(squares: dict[str, float], letter: str, _module: object, _inputs: obje
 
 def main(folder: Path) -> dict:
     import_once()
+    for kind in ADDED:
+        layers.register(kind)
     legs = {"one": (None, "one", 1), "two": ("one", "two", 2), "back": ("two", None, 1)}
     return {leg: fork_ranks(rest[-1], lambda rest=rest: went(folder, *rest)) for leg, rest in legs.items()}
 

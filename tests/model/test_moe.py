@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_blackmamba.model.stack import LayerInputs
+from megatron_blackmamba.model.inputs import LayerInputs
 
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -20,8 +20,9 @@ def values_and_gradients(mixer, hidden_SBD):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_sorting_gives_what_dispatching_gives(build, place, training, top_k):
-    mixer = build("model.pattern=E", f"model.top_k={top_k}").decoder.layers[0].mixer.train(training)
+def test_sorting_gives_what_dispatching_gives(build, training, top_k):
+    block = build("model.pattern=E", f"model.top_k={top_k}").decoder.layers[0]
+    mixer = block.mixer.train(training)
     with torch.no_grad():
         mixer.router.weight.normal_(generator=torch.Generator().manual_seed(0))
     hidden_SBD = torch.randn(32, 4, 64, generator=torch.Generator().manual_seed(1))
@@ -33,7 +34,7 @@ def test_sorting_gives_what_dispatching_gives(build, place, training, top_k):
     through_dispatcher = values_and_gradients(mixer, hidden_SBD)
     mixer.dispatches_sorted = False
     mixer.token_dispatcher = MoEAlltoAllTokenDispatcher(
-        mixer.num_local_experts, mixer.local_expert_indices, mixer.config, place.groups
+        mixer.num_local_experts, mixer.local_expert_indices, mixer.config, block.groups
     )
     as_megatron = values_and_gradients(mixer, hidden_SBD)
     for name, value in as_megatron.items():

@@ -82,5 +82,5 @@ class Mamba3Mixer(MegatronModule):
         return whole
 
     def _scan(self, reset_BS: Tensor | None, x: Tensor, rates: Rates, B: Tensor, C: Tensor) -> Tensor:
-        how: Any = {"reset_BL": reset_BS, "group": self.context, "backend": self.backend}
+        how: dict[str, Any] = {"reset_BL": reset_BS, "group": self.context, "backend": self.backend}
         return mamba3(x, rates, B, C, self.B_bias, self.C_bias, self.D, mix_HRP=self.mimo_x, **how)[0]
