@@ -59,7 +59,7 @@ def test_planted_copies_are_counted(figures):
     assert copies.found.tolist() == [[0, 5, 7], [5, 0, 0], [7, 0, 3]]
     for (one, other), examples in copies.examples.items():
         assert one <= other and all(SIMILARITY <= similarity <= 1 for _, _, similarity in examples)
-        assert len(examples) == 3  # of 5 or more, and of the 3 in books
+    assert sorted(map(len, copies.examples.values())) == [2, 3, 3]  # at most three pairs; books has two
 
 
 def test_items_and_scripts_are_counted(figures):

@@ -105,6 +105,7 @@ def run_ends(tokens_B, embedding_VD, head_VD):
     from megatron_blackmamba.ops.decoding import triton as decoding
 
     small_tiles()
+    decoding.MOST_ROWS = 256
     stream_BD = decoding.embedded(tokens_B, embedding_VD, 3.0)
     return {"stream": stream_BD, "logits": decoding.product(stream_BD, head_VD)}
 

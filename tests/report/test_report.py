@@ -227,7 +227,7 @@ def test_page_of_150_000_steps_fits_5_mb(make_run):
 
 
 def test_what_cannot_be_reported_on_is_explained(make_run, tmp_path):
-    with pytest.raises(ReportError, match="not a run"):
+    with pytest.raises(ReportError, match="no such folder"):
         write_report(tmp_path / "nothing")
     with pytest.raises(ReportError, match="try again after its first step"):
         write_report(make_run(10, []))
