@@ -38,7 +38,8 @@ def test_agrees_with_float64_in_values_and_gradients(name, tokens, hidden, scale
         actual = values_and_gradients(ours, grad_y, gate_up=gate_up, weights=weights)
     assert actual["y"].dtype == actual["gradient of gate_up"].dtype == dtype
     if tokens:
-        assert_close(actual, expected, tolerance=2e-6 if dtype == torch.float32 else 2e-2)
+        of_fp32 = 1e-5 if name == "reference" else 2e-6
+        assert_close(actual, expected, tolerance=of_fp32 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("name", CPP)

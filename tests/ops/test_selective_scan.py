@@ -19,7 +19,8 @@ def scan_inputs(B=2, L=40, I=19, N=16, without=(), softplus=True, reset=None, se
     tensors = {name: torch.randn(shape, generator=g) for name, shape in shapes.items() if name not in without}
     tensors["A"] = -torch.exp(tensors["A"])
     if not softplus:
-        tensors["delta"] = tensors["delta"].abs() + (2.0 if "delta_bias" in tensors else 0.0)
+        least = tensors["delta_bias"].min() if "delta_bias" in tensors else torch.zeros(())
+        tensors["delta"] = tensors["delta"].abs() - least.clamp_max(0)  # a negative step lets the state grow without end
     return tensors, {"delta_softplus": softplus, "reset_BL": resets(reset, B, L, g)}
 
 
