@@ -15,6 +15,7 @@ from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
 from megatron_blackmamba.layers.mamba2.arithmetic import Map, mixed
 from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
 from megatron_blackmamba.layers.recurrent import NORMS, convolved, normed
+from megatron_blackmamba.layers.rows import Weight
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
 from megatron_blackmamba.ops.decoding import Step, mamba2_step
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
@@ -47,6 +48,13 @@ class NormedMamba2Layer(Mamba2Layer):
 
 class Mamba2Decoding(Decoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
+
+    def __init__(self, rows: Weight) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Mamba2Decoding":
+        return cls(in_proj(model))
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
         weights = {
@@ -86,7 +94,9 @@ class Mamba2Decoding(Decoding):
         def scan(x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor) -> Tensor:
             return ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
 
-        return run.times(_mixed(run.times(x_BD, layer.in_proj), layer, run.config, convolve, scan), layer.out_proj)
+        return run.times(
+            _mixed(run.times(x_BD, layer.in_proj), self.rows, layer, run.config, convolve, scan), layer.out_proj
+        )
 
     def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         window_BWQ, state_BHPN = memory
@@ -110,16 +120,18 @@ class Mamba2Decoding(Decoding):
             state_BHPN.copy_(last_state_BHPN)
             return y_BLHP
 
-        return product(_mixed(product(x_BLD, layer.in_proj), layer, run.config, convolve, scan), layer.out_proj)
+        return product(
+            _mixed(product(x_BLD, layer.in_proj), self.rows, layer, run.config, convolve, scan), layer.out_proj
+        )
 
 
-def _mixed(projected: Tensor, layer: Mamba2Layer, model: ModelConfig, convolve: Map, scan: Any) -> Tensor:
+def _mixed(projected: Tensor, rows: Weight, layer: Mamba2Layer, model: ModelConfig, convolve: Map, scan: Any) -> Tensor:
     norms: list[Tensor] = []
     if isinstance(layer, NormedMamba2Layer):
         norms = [layer.B_norm_GN, layer.C_norm_GN]
     return mixed(
         projected,
-        in_proj(model),
+        rows,
         model,
         layer.dt_bias_H,
         convolve,

@@ -15,6 +15,7 @@ from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
 from megatron_blackmamba.layers.mamba3.arithmetic import mixed
 from megatron_blackmamba.layers.mamba3.kind import MIX, in_proj, sizes
 from megatron_blackmamba.layers.recurrent import normed
+from megatron_blackmamba.layers.rows import Weight
 from megatron_blackmamba.ops.mamba3 import Memory, Rates, mamba3, mamba3_step
 from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.settings import ModelConfig
@@ -42,6 +43,13 @@ class Mamba3Layer:
 
 class Mamba3Decoding(Decoding):
     """The memory is that of `ops/mamba3`: the sum of angles, the state, and the last token's B and x, all fp32."""
+
+    def __init__(self, rows: Weight) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> "Mamba3Decoding":
+        return cls(in_proj(model))
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba3Layer:
         x_HRP, z_HRP, o_HRP = (get(name) if model.mamba3.rank > 1 else None for name in MIX)
@@ -71,7 +79,7 @@ class Mamba3Decoding(Decoding):
             how = (layer.B_bias_HRN, layer.C_bias_HRN, layer.D_H, layer.x_HRP)
             return mamba3_step(Memory(*memory), x_BHP, rates, B_BRGN, C_BRGN, *how)
 
-        return run.times(_mixed(run.times(x_BD, layer.in_proj), layer, run.config, scan), layer.out_proj)
+        return run.times(_mixed(run.times(x_BD, layer.in_proj), self.rows, layer, run.config, scan), layer.out_proj)
 
     def read(self, run: Runner, layer: Mamba3Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         def scan(x_BLHP: Tensor, rates: Rates, B_BLRGN: Tensor, C_BLRGN: Tensor) -> Tensor:
@@ -87,17 +95,17 @@ class Mamba3Decoding(Decoding):
                 kept.copy_(new)
             return y
 
-        return product(_mixed(product(x_BLD, layer.in_proj), layer, run.config, scan), layer.out_proj)
+        return product(_mixed(product(x_BLD, layer.in_proj), self.rows, layer, run.config, scan), layer.out_proj)
 
 
-def _mixed(projected: Tensor, layer: Mamba3Layer, model: ModelConfig, scan: Any) -> Tensor:
+def _mixed(projected: Tensor, rows: Weight, layer: Mamba3Layer, model: ModelConfig, scan: Any) -> Tensor:
     def normed_I(y: Tensor) -> Tensor:
         weight_HP = layer.norm_I.view(-1, model.mamba3.head_dim)  # type: ignore[union-attr]
         return normed(y.unflatten(-1, weight_HP.shape), weight_HP, model.norm_eps).flatten(-2)
 
     return mixed(
         projected,
-        in_proj(model),
+        rows,
         model,
         layer.dt_bias_H,
         [partial(normed, weight=weight_N, eps=model.norm_eps) for weight_N in (layer.B_norm_N, layer.C_norm_N)],
