@@ -18,7 +18,7 @@ from scripts import borders, pythons
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("data", "dev", "docs", "bench", "wandb")
-OF_DEV = ("dedup", "language", "s3", "eval", "chat", "gguf", "muon", "studies")
+OF_DEV = ("dedup", "language", "s3", "eval", "chat", "gguf", "studies")
 
 
 def locked(python: str) -> dict[str, Version]:

@@ -8,6 +8,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import build
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.watch.guard import FEWEST_LOSSES, Action, Cause, Verdict
+from megatron_blackmamba.training.watch.reports import Reports
 from megatron_blackmamba.training.watch.watch import Watch
 
 SPIKE = 100.0
@@ -64,13 +65,13 @@ def learn(watch):
 
 def test_new_phase_has_a_loss_of_its_own(watch):
     learn(watch)
-    assert watch.look(1, SPIKE, (0, 0), new_phase=False).cause is Cause.SPIKE
-    assert watch.look(1, SPIKE, (0, 0), new_phase=True) == Verdict(Action.APPLY)
+    assert watch.look(1, SPIKE, Reports(), new_phase=False).cause is Cause.SPIKE
+    assert watch.look(1, SPIKE, Reports(), new_phase=True) == Verdict(Action.APPLY)
 
 
 def test_replicas_are_compared_at_steps_and_before_saves(watch, monkeypatch):
     monkeypatch.setattr(watch._replicas, "differing", lambda: "rank 1")
-    causes = [watch.look(step, 1.0, (0, 0), new_phase=False).cause for step in (1, 2, 3, 4)]
+    causes = [watch.look(step, 1.0, Reports(), new_phase=False).cause for step in (1, 2, 3, 4)]
     assert causes == [None, None, Cause.REPLICAS, None] and watch.differing() == "rank 1"
 
 
