@@ -17,7 +17,7 @@ def quickstart(session, tmp_path_factory):
     done = session.run(
         "cd runs/quickstart\n"
         "blackmamba data tokenize corpus/code/train.jsonl tokens/code/train --train-tokenizer 1024\n"
-        "mv tokens/code/train/tokenizer.json tokens\n"
+        "cp tokens/code/train/tokenizer.json tokens\n"
         "echo 'sources: [{name: code, shards: tokens/code/train}]' > mixture.yaml\n"
         "blackmamba train quickstart data.mixture=$PWD/mixture.yaml folder=$PWD training.steps=2\n",
         folder,

@@ -20,7 +20,7 @@ def scan_inputs(B=2, L=40, I=19, N=16, without=(), softplus=True, reset=None, se
     tensors["A"] = -torch.exp(tensors["A"])
     if not softplus:
         least = tensors["delta_bias"].min() if "delta_bias" in tensors else torch.zeros(())
-        tensors["delta"] = tensors["delta"].abs() - least.clamp_max(0)  # a negative step lets the state grow without end
+        tensors["delta"] = tensors["delta"].abs() - least.clamp_max(0)  # the state grows without end in a negative step
     return tensors, {"delta_softplus": softplus, "reset_BL": resets(reset, B, L, g)}
 
 
