@@ -2,9 +2,10 @@
 
 import pytest
 
-from megatron_blackmamba import api, layers
-from megatron_blackmamba.config import load, mup
+from megatron_blackmamba import layers, model
+from megatron_blackmamba.config import ParallelConfig, load, mup
 from megatron_blackmamba.layers.rows import Stack, by_columns, by_rows, whole
+from megatron_blackmamba.runtime import world
 from tests.layers.rows_probe import ALL, MODELS
 from tests.runtime.ranks import fork_script
 
@@ -69,16 +70,16 @@ def test_stacks_put_parts_on_their_own_axis():
     ],
 )
 def test_rows_that_do_not_grow_are_readouts(overrides, weight, parts):
-    model = load("tiny", [*overrides, "model.mup.base_width=32"]).model
-    kind = layers.kind_of(model.pattern)
-    expected = [rows for part, rows in kind.weights(model)[weight].places() if part in parts]
-    assert mup.readouts(kind, model)[weight] == expected
+    described = load("tiny", [*overrides, "model.mup.base_width=32"]).model
+    kind = layers.kind_of(described.pattern)
+    expected = [rows for part, rows in kind.weights(described)[weight].places() if part in parts]
+    assert mup.readouts(kind, described)[weight] == expected
 
 
 def test_parameters_lead_to_their_rows():
-    model = load("tiny", ["model.pattern=ME"]).model
-    built = api.build(load("tiny", ["model.pattern=ME"]))
-    for name, parameter in built.decoder.named_parameters():
-        declared = layers.weight_of(f"decoder.{name}", model)
-        assert declared is None or parameter.declared == declared
-        assert (declared is None) == ("mixer" not in name)
+    config = load("tiny", ["model.pattern=ME"])
+    with world.fake(ParallelConfig(), world_size=1) as alone:
+        for name, parameter in model.build(config, alone).decoder.named_parameters():
+            declared = layers.weight_of(f"decoder.{name}", config.model)
+            assert (declared is None) == ("mixer" not in name)
+            assert declared is None or parameter.declared == declared
