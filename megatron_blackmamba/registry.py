@@ -1,4 +1,4 @@
-"""Registries of kinds: layers, routers and optimizers that are each defined by a file of their own."""
+"""Registries of kinds: layers, routers, norms and optimizers that are each defined by a file of their own."""
 
 from __future__ import annotations
 

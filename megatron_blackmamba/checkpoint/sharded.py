@@ -59,13 +59,16 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: 
 
     An average that is not saved begins with the weights. One that is saved and no longer wanted is not read.
     """
-    saved = set(safety.read_table(folder).state_dict_metadata)
+    table = safety.read_table(folder).state_dict_metadata
+    saved = set(table)
     is_saved = any(name.startswith(AVERAGED) for name in saved)
     wanted = _state(model, optimizer, ema if is_saved else None, is_loading=True)
-    names = _names(wanted)
+    shapes = _shapes(wanted)
+    names = set(shapes)
     _refuse_lacking(folder, names - saved)
     if more := [name for name in saved - names if not name.startswith(AVERAGED)]:
         raise CheckpointError(f"{folder}: refused: holds {_some(more)}, which the model and its optimizer do not have")
+    _refuse_other_shapes(folder, shapes, table)
     state = _read(folder, wanted)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -73,10 +76,26 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: 
         ema.load(state["ema"]) if is_saved else ema.restart()
 
 
-def _names(wanted: dict) -> set[str]:
-    """Return the names of the tensors that any rank wants."""
-    entries = nested_values(load_preprocess(wanted)[0])
-    return set().union(*gathered([entry.key for entry in entries if isinstance(entry, ShardedTensor)]))
+def _shapes(wanted: dict) -> dict[str, tuple[int, ...] | None]:
+    """Return the whole shapes of the tensors that any rank wants, by name; None: any shape will do."""
+    entries = [entry for entry in nested_values(load_preprocess(wanted)[0]) if isinstance(entry, ShardedTensor)]
+    here = {entry.key: None if entry.allow_shape_mismatch else tuple(entry.global_shape) for entry in entries}
+    found: dict[str, tuple[int, ...] | None] = {}
+    for of_rank in gathered(here):
+        found |= of_rank
+    return found
+
+
+def _refuse_other_shapes(folder: Path, wanted: dict[str, tuple[int, ...] | None], saved: dict[str, Any]) -> None:
+    other = [
+        f"{name} as {list(size)} instead of {list(shape)}"
+        for name, shape in sorted(wanted.items())
+        if shape is not None and (size := tuple(getattr(saved[name], "size", shape))) != shape
+    ]
+    if other:
+        raise CheckpointError(
+            f"{folder}: refused: holds {_some(other)}. No layout changes the shape of a whole weight: the model differs"
+        )
 
 
 def _refuse_lacking(folder: Path, lacking: set[str]) -> None:
@@ -103,7 +122,9 @@ def load_weights(folder: Path, model: LanguageModel, optimizer: MegatronOptimize
     states, own = routers.states(), model.state_dict()
     begun = {name: own[name] for name in wanted if name.endswith(states) and wanted[name].key not in saved}
     kept = {name: entry for name, entry in wanted.items() if name not in begun}
-    _refuse_lacking(folder, _names(kept) - saved.keys())
+    shapes = _shapes(kept)
+    _refuse_lacking(folder, shapes.keys() - saved.keys())
+    _refuse_other_shapes(folder, shapes, saved)
     state = _read(folder, {"model": kept})
     model.load_state_dict(state["model"] | begun)
     optimizer.reload_model_params()

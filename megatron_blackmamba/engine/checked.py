@@ -5,7 +5,8 @@ import types
 from importlib import metadata
 from typing import Any
 
-TRIED = "0.16.1 to 0.19"
+TRIED, NEXT = "0.16.1 to 0.19", "0.20"
+"""The versions that were tried, and the first that was not."""
 
 
 class EngineError(ValueError):
@@ -32,7 +33,7 @@ def require(owner: Any, *names: str) -> None:
         version = metadata.version("megatron-core")  # 0.19's own version ends in the commit of a repository
         raise EngineError(
             f"megatron-core {version} has no {', '.join(missing)} in {where}, which this project changes or calls. "
-            f"Install a version from {TRIED} (`pip install 'megatron-core<0.20'`)"
+            f"Install a version from {TRIED} (`pip install 'megatron-core<{NEXT}'`)"
         )
 
 

@@ -21,7 +21,7 @@ class NormKind(Kind, ABC):
     """A norm between the last layer and the head. Import torch inside methods: the config reads these files too."""
 
     name: ClassVar[str]
-    """The value of model.final_norm; the modeling files in hf/ have a class for it."""
+    """The value of model.final_norm; the modeling files in hf/ have a class for it unless `exported` says why not."""
     module: ClassVar[str]
     """The torch module, as "package.module:class"."""
     parameters: ClassVar[tuple[str, ...]]

@@ -47,9 +47,9 @@ class GroupsConfig(Section):
     router: GroupConfig = GroupConfig()
     """Weights and biases of the routers."""
     recurrence: GroupConfig = GroupConfig()
-    """A_log, D and the dt bias of Mamba and Mamba-2."""
+    """A_log, D, the biases and the factors in the recurrence of Mamba, Mamba-2 and Mamba-3."""
     mixers: GroupConfig = GroupConfig()
-    """All other weights of Mamba, Mamba-2, attention and dense MLP layers."""
+    """All other weights of Mamba, Mamba-2, Mamba-3, attention and dense MLP layers."""
     experts: GroupConfig = GroupConfig()
     """The experts, routed and shared."""
 
@@ -73,7 +73,7 @@ class OptimizerConfig(Section):
     decay: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the schedule after the warm-up. wsd (warm-up, stable, decay): constant, then a decay at the end."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
-    """Part of the run over which wsd decays."""
+    """Part of the run after its warm-up over which wsd decays."""
     decay_tokens: int | None = Field(None, gt=0)
     """Tokens over which wsd decays. null: decay_fraction decides."""
     decay_shape: Shape = "linear"

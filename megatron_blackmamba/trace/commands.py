@@ -19,7 +19,8 @@ def trace(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     step: Annotated[int | None, typer.Option(min=1, help="Show the batch of this step.")] = None,
     sample: Annotated[
-        int | None, typer.Option(min=0, metavar="K", help="Show only sample K of the batch, counted from 0.")
+        int | None,
+        typer.Option(min=0, metavar="K", help="Show only sample K, counted from 0, of the batch or the rank's share."),
     ] = None,
     samples: Annotated[
         str | None, typer.Option(metavar="FIRST-LAST", help="Show these samples, numbered as in the run's events.")

@@ -341,6 +341,16 @@ def test_checkpoint_with_more_weights_is_refused_in_words(saved, place):
         sharded.load(saved.checkpoint(7), less.model, less.optimizer)
 
 
+@pytest.mark.parametrize("read", [sharded.load, sharded.load_weights])
+def test_checkpoint_of_other_shapes_is_refused_in_words(saved, place, read):
+    config = load("tiny", [*SMALL, "model.expert_hidden_size=48"])
+    wider = make_trainable(config, build(config, place), place)
+    with pytest.raises(
+        CheckpointError, match=r"refused: holds [\w.]+ as \[[\d, ]+\] instead of \[[\d, ]+\].* No layout"
+    ):
+        read(saved.checkpoint(7), wider.model, wider.optimizer)
+
+
 def test_start_from_weights_with_code_is_refused(run, checkpoints, tmp_path):
     replace_file(run.checkpoint(7), manifest.TABLE, pickle.dumps(os.getcwd))
     with pytest.raises(CheckpointError, match="which no checkpoint needs"):

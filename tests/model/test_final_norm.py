@@ -8,19 +8,6 @@ from megatron_blackmamba.config import ConfigError, load
 from tests.model.shifted_norm import ShiftedNorm
 
 
-class Module(torch.nn.Module):
-    """The same norm for training."""
-
-    def __init__(self, config, hidden_size, eps):
-        super().__init__()
-        self.eps = eps
-        for name in ShiftedNorm.parameters:  # the run's initial values replace these
-            setattr(self, name, torch.nn.Parameter(torch.full((hidden_size,), 7.0, dtype=config.params_dtype)))
-
-    def forward(self, x):
-        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.eps) * self.weight + self.shift
-
-
 @pytest.fixture
 def key():
     norms.register(ShiftedNorm)
@@ -34,6 +21,16 @@ def test_norm_begins_as_said_and_decodes_as_trained(key, build):
     assert [float(getattr(norm, name).mean()) for name in ShiftedNorm.parameters] == [1, 0]
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(ShiftedNorm().apply(x, (norm.weight, norm.shift), norm.eps), norm(x))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_model_with_it_trains_in_every_precision(key, build, precision):
+    model = build(key, f"training.precision={precision}")
+    tokens_BS = torch.arange(32).view(2, 16) % 97
+    model(tokens_BS, tokens_BS.roll(-1, 1)).float().mean().backward()
+    for name in ShiftedNorm.parameters:
+        parameter = getattr(model.decoder.final_layernorm, name)
+        assert parameter.grad.any() and parameter.no_weight_decay
 
 
 def test_a_norm_without_a_class_is_not_exported(key):

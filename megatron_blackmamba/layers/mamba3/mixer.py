@@ -70,12 +70,12 @@ class Mamba3Mixer(MegatronModule):
             partial(self._scan, inputs.reset_BS),
             self.norm,
             (self.mimo_z, self.mimo_o),
-            self._gathered,
+            self._whole_angle,
         )
         out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
         return out_SBD
 
-    def _gathered(self, angle: Tensor) -> Tensor:
+    def _whole_angle(self, angle: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
             return angle
         whole: Tensor = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)

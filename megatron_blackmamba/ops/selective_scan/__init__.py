@@ -98,8 +98,8 @@ def selective_scan(
         initial_state_BIN: State before the first token; zero by default.
         reset_BL: True at the first token of a document, before which the state is reset to zero.
         return_final_state: Also return the state after the last token.
-        z_gradient: Returns the tensor that z's gradient should be written to. Only the backend "triton" uses it.
-        keep_states: Keep states for the backward pass, or recompute them in less memory; only for "triton".
+        z_gradient: Returns the tensor that z's gradient should be written to. Only "cuda" and "triton" use it.
+        keep_states: Keep states for the backward pass, or recompute them in less memory; for "cuda" and "triton".
         backend: "auto" or a key of `megatron_blackmamba.ops.selective_scan.available_backends()`. "auto" takes a
             PyTorch backend for float64 u.
     """
