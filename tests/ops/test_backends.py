@@ -5,15 +5,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 
 from megatron_blackmamba import ops
-from megatron_blackmamba.ops import backends, library
+from megatron_blackmamba.ops import backends, library, selective_scan, ssd
 from megatron_blackmamba.ops.adam import FUSED_ADAM
 from megatron_blackmamba.ops.gated import gated
 from megatron_blackmamba.ops.selective_scan import Inputs
+from megatron_blackmamba.settings import KernelsConfig
 
 
 @pytest.mark.parametrize(
@@ -176,3 +178,9 @@ def test_adam_of_installed_package_is_preferred(monkeypatch):
     assert "not fused_adam: import of transformer_engine.pytorch.optimizers" in line and "apex.optimizers" in line
     monkeypatch.setitem(sys.modules, FUSED_ADAM[1], ModuleType("apex.optimizers"))
     assert "adam: fused_adam" in backends.in_use()
+
+
+@pytest.mark.parametrize("key, op", [("scan", selective_scan), ("ssd", ssd)])
+def test_config_names_every_backend(key, op):
+    named = set(get_args(KernelsConfig.model_fields[key].annotation))
+    assert named == {"auto", *op.BACKENDS}
