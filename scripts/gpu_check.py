@@ -86,6 +86,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     small = ["tiny", "--rows", 1, 2, "--prompt", 16, "--repeats", 2] if REHEARSED else []
     nccl = ["--only", "dp2", "--steps", 3, "--no-drills"] if REHEARSED else []
     no_gpu, corpus = "needs a GPU" if REHEARSED else "", carried / "corpus.tar.xz" if carried else None
+    before = "chunked" if REHEARSED else "triton"  # the scan that `auto` took until now
     no_sources = "" if carried and [*carried.glob("*.tar.gz")] else "needs the archives of gpu_carry.sh"
     corpus_words = ["--corpus", corpus] if corpus and corpus.is_file() else []
     return {
@@ -99,7 +100,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
         ]),
         3: Part("The training step", 25, [
             step("step", *(["--sequences", 42] if big else []), "--beside"),
-            step("step_old", "--sequences", 18 if big else 6, "--fewer", "--beside", f"{MODEL}+kernels.scan=triton"),
+            step("step_old", "--sequences", 18 if big else 6, "--fewer", "--beside", f"{MODEL}+kernels.scan={before}"),
             step("step_graph", "--sequences", 6, "--fewer", "--beside", f"{MODEL}+kernels.cuda_graph=auto"),
             Check("versions", module("benchmarks.gpu_versions", old or "none"), no_gpu or no_old),
         ]),

@@ -29,7 +29,7 @@ AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
     "alltoall": {"synchronize: token_dispatcher._maybe_dtoh_and_synchronize": 1},  # the split sizes
     "allgather": {
         "copy to the host: token_dispatcher.dispatch_postprocess": 1,
-        "copy from pageable memory: experts.grouped_experts": 1,
+        "copy from pageable memory: __init__.grouped_experts": 1,
         "masked_select: moe_utils.permute": 1,
         "masked_select: token_dispatcher.dispatch_postprocess": 1,
     },
@@ -84,7 +84,7 @@ def expected_waits(config, step):
     if config.model.eod_reset is not None and "*" in step["layers"]:
         waits["tolist: attention.documents_of"] += step["micro_batches"]
     if config.training.precision == "fp32":  # which grouped products do not take
-        waits["tolist: experts.grouped_linear"] += 2 * experts
+        waits["tolist: loop.grouped_linear"] += 2 * experts
     return waits
 
 
