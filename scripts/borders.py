@@ -300,7 +300,7 @@ skipped where a version lacks what they need. This page is made from its results
 
 A row of transformers also has packages that go with it. The newest row has {beside(results)}.
 
-"generic tests" are [transformers' own tests](exports.md#transformers-own-tests), run on our modeling files and on
+"generic tests" are [transformers' own tests](measured.md#transformers-own-tests), run on our modeling files and on
 its Mamba. A test that fails with ours alone fails the check.
 """
 

@@ -29,8 +29,6 @@ ELSEWHERE = {  # start of the line -> the test that runs it
 }
 OTHER_TESTS = {  # page -> the test that runs its blocks
     "data.md": "tests/docs/test_data_page.py",
-    "quality.md": "tests/docs/test_data_page.py",
-    "storage.md": "tests/docs/test_data_page.py",
     "cleaning.md": "tests/docs/test_data_page.py",
     "mixtures.md": "tests/docs/test_data_page.py",
     "extending.md": "tests/docs/test_data_page.py",
@@ -38,7 +36,6 @@ OTHER_TESTS = {  # page -> the test that runs its blocks
     "recipes.md": "tests/docs/test_recipes.py",
     "evaluation.md": "tests/docs/test_blocks.py",
     "reproduction.md": "tests/docs/test_commands.py",
-    "serving.md": "tests/serving/test_endpoint.py",
 }
 RUN = [page for page in PAGES if page.name not in OTHER_TESTS and any(blocks(page))]
 NEEDS = {  # what a line in a block marked `shell` needs -> its start

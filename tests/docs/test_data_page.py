@@ -10,7 +10,7 @@ from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("pages")
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = ("data.md", "storage.md", "quality.md", "cleaning.md", "mixtures.md")
+PAGES = ("data.md", "cleaning.md", "mixtures.md")
 TEXT = "".join((DOCS / page).read_text() for page in PAGES)
 BLOCK = re.compile(r"^```(bash|shell|python|yaml)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^```\n\$ (blackmamba [^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Print the table of changes in docs/architecture.md: `python -m tests.engine.changes_table`."""
+"""Print the table of changes in docs/engine_changes.md: `python -m tests.engine.changes_table`."""
 
 from megatron_blackmamba.engine.changes import CHANGES, Change
 from megatron_blackmamba.engine.checked import TRIED

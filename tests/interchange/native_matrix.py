@@ -1,6 +1,6 @@
 """Train a small model of each family and take it the whole way: out, into other programs, and back.
 
-`python -m tests.interchange.native_matrix [FAMILY...]` prints the table of docs/native_formats.md. The columns of
+`python -m tests.interchange.native_matrix [FAMILY...]` prints the table of docs/measured.md. The columns of
 llama.cpp and vLLM come from the Pythons that LLAMA_CPP_PYTHON and VLLM_PYTHON name.
 """
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.inference import Sampling
 from megatron_blackmamba.serving.completion import Limits, Refused, accept, parse
-from tests.docs.session import ROOT, blocks
+from tests.docs.session import ROOT
 from tests.pages import check_page
 from tests.reference import forward, tiny
 from tests.serving.conftest import serve
@@ -114,7 +114,7 @@ def test_openai_client_raises_its_own_errors(guarded, error, field, request_of):
 
 def test_python_block_of_the_page_runs(running, capsys):
     pytest.importorskip("openai")
-    ((_, code),) = [block for block in blocks(ROOT / "docs/serving.md") if block[0] == "python"]
+    (code,) = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs/generation.md").read_text(), re.DOTALL | re.MULTILINE)
     assert "127.0.0.1:8000" in code
     names = {}
     exec(code.replace("127.0.0.1:8000", f"127.0.0.1:{running.port}"), names)
