@@ -12,7 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 REFERENCES = {"engine_changes.md", "faults.md", "measured.md", "records.md", "versions.md"}
 """Tables of events, metrics, faults, figures and the like: what one looks up."""
-LOOKED_UP = {"architecture.md", "cluster.md", "conversion.md", "data.md", "extending.md", "kernels.md", "performance.md"}
+LOOKED_UP = {
+    "architecture.md",
+    "cluster.md",
+    "conversion.md",
+    "data.md",
+    "extending.md",
+    "kernels.md",
+    "performance.md",
+}
 """What is where in the code, worked examples in full, options and formats: each section is read alone."""
 
 
