@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.cli import EXTRAS
-from tests.engine import changes_table
+from tests.engine import changes_table, public_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
@@ -222,6 +222,10 @@ def test_architecture_page_shows_exactly_the_layers():
 
 def test_architecture_page_has_the_table_of_changes():
     assert changes_table.table() in section("The engine"), "python -m tests.engine.changes_table prints it"
+
+
+def test_table_of_public_names_is_complete():
+    assert public_names.table() in section("The engine"), "python -m tests.engine.public_names prints it"
 
 
 def test_changes_name_their_reason_code_and_test():
