@@ -108,10 +108,7 @@ def _in_float64(run: RunConfig) -> Iterator[str]:
         wanted = getattr(run.kernels, key)
         exact = _exact(op) if wanted != "auto" else ()
         if wanted not in ("auto", *exact):
-            yield (
-                f"kernels.{key}={wanted} computes in fp32: training.precision=fp64 needs auto,"
-                f" {' or '.join(exact)}"
-            )
+            yield (f"kernels.{key}={wanted} computes in fp32: training.precision=fp64 needs auto, {' or '.join(exact)}")
 
 
 def _exact(op: str) -> list[str]:

@@ -11,7 +11,7 @@ FAMILIES = {
     "mixtral": "Mixtral",
     "granitemoehybrid": "Granite 4",
 }
-"""By model_type, the name that people use; `native/` has a file named by the model_type with its class. Of equally near ones, the first."""
+"""By model_type, the name that people use; `native/` has a file of that name. The first of equals wins."""
 F = TypeVar("F", bound=Callable[..., None])
 
 

@@ -20,7 +20,6 @@ _GATES = {
 }
 
 
-
 def model_card(model: Canonical, native: str = "") -> str:
     """Return the card; `native` is the model type of an export that needs no code."""
     config, past = model.config, model.past()

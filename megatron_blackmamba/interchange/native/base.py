@@ -99,7 +99,7 @@ class Architecture(ABC):
     renamed: ClassVar[Mapping[str, str]] = {}
     """Other starts of names that files may have."""
     turns_neighbours: ClassVar[bool] = False
-    """Whether llama.cpp rotates neighbouring channels in this family's attention: rows of q and k are then reordered."""
+    """Whether llama.cpp rotates neighbouring channels of queries and keys, whose rows are then reordered."""
     per_layer: int = 1
     """The number of our letters for one of their layers."""
 
