@@ -26,12 +26,6 @@ def test_help_names_every_family(command):
     assert [name for name in FAMILIES.values() if name not in command.__doc__] == []
 
 
-def test_every_family_is_tested():
-    from tests.interchange import native_grid, native_matrix
-
-    assert set(native_grid.ODD) == set(native_matrix.FAMILIES) == set(FAMILIES)
-
-
 def test_every_family_is_a_class_of_its_file():
     from megatron_blackmamba.interchange.native import ARCHITECTURES
 
