@@ -1,6 +1,6 @@
-"""What every letter of the pattern must pass; `python -m pytest tests/layers -k "A]"` selects those of one letter.
+"""Every letter of the pattern trains, decodes, is exported and planned; docs/extending.md says how to test one letter.
 
-Kinds are those of the package and of the modules in BLACKMAMBA_IMPORT. See docs/extending.md.
+The modules in BLACKMAMBA_IMPORT add their letters to those of the package.
 """
 
 import pytest
