@@ -18,7 +18,9 @@ from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import convert, hf, native, open, witness
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.families import FAMILIES
 from megatron_blackmamba.interchange.hf import INDEX
+from tests.interchange import native_matrix
 from tests.interchange.continued_probe import RUNS, STEPS
 from tests.interchange.native_grid import (
     NORMS_GROUPS,
@@ -260,6 +262,10 @@ def test_continued_training_is_equal_on_four_processes(tmp_path):
 
 
 LENGTHS = {"mamba": None, "mamba2": None, "nemotron_h": 2**20, "llama": 21, "granitemoehybrid": 21, "mixtral": 21}
+
+
+def test_every_family_is_tested():
+    assert set(ODD) == set(LENGTHS) == set(FAMILIES) <= set(native_matrix.FAMILIES)
 
 
 def test_only_rotary_positions_limit_a_native_export(theirs, tmp_path):
