@@ -122,7 +122,7 @@ class Mamba3Config(Section):
 
 
 class DeltaConfig(Section):
-    """Layers of the delta rule (`D`); they share `expand` and `conv_kernel` with Mamba-1 layers."""
+    """Layers of the delta rule (`G`); they share `expand` and `conv_kernel` with Mamba-1 layers."""
 
     rule = FIXED
 

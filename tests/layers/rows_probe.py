@@ -27,7 +27,7 @@ MORE += ["model.delta.variant=gdn2", "model.delta.decay_rank=6", "model.delta.ne
 MORE += ["model.shared_expert_hidden_size=48", "model.top_k=2", "model.router.kind=expert_bias"]
 ADDED = (RunningMean, Fused, Untold)
 ALL = "".join(kind.letter for kind in (*layers.all_kinds(), *ADDED))
-MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSRD*-E'", *MORE]}
+MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSRG*-E'", *MORE]}
 """A layer of each kind, the one that lies last, and of those with options with them."""
 
 

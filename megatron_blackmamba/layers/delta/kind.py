@@ -31,7 +31,7 @@ _FIELDS = ("variant", "heads", "key_heads", "key_dim", "head_dim", "decay_rank",
 
 
 class Delta(LayerKind):
-    letter, name = "D", "delta rule"
+    letter, name = "G", "delta rule"
     keys = ("delta", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
     mixer = "megatron_blackmamba.layers.delta.mixer:DeltaMixer"
     cost = "megatron_blackmamba.layers.delta.cost:DeltaCost"
