@@ -30,7 +30,7 @@ ARCHITECTURES = {
     "mamba3_mimo": {"layers": "t4t", "eod_reset": 7, "mamba3_rank": 3, "mamba3_output_norm": True},
     "mamba3_hybrid": {"layers": "r4t4s", "eod_reset": 7, "mamba3_output_norm": True, "mamba3_rope_fraction": 1.0},
     "delta": {"layers": "d4d"},
-    "delta_kda": {"layers": "d4rd", "eod_reset": 7, "delta_variant": "kda", "delta_decay_rank": 4},
+    "delta_kda": {"layers": "rd4", "eod_reset": 7, "delta_variant": "kda", "delta_decay_rank": 4},
     "delta_gdn2": {"layers": "d4ad", "eod_reset": 7, "delta_variant": "gdn2", "delta_negative_eigenvalues": True},
     "documents": {"layers": "ra4t", "eod_reset": 7},
     "across_documents": {"layers": "ra4", "eod_reset": 7, "attention_across_documents": True},
