@@ -27,7 +27,7 @@ PARTS = {
     "AttentionMixer": "attention",
     "DenseMLP": "MLP",
     "RMSNorm": "norms",
-    "LayerNorm": "norms",
+    "LastNorm": "norms",
     "LanguageModelEmbedding": "embedding, head",
     "ColumnLinear": "embedding, head",  # those inside the mixers are under a mark already
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_blackmamba.cli import EXTRAS
-from tests.engine import changes_table
+from tests.engine import changes_table, public_names
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_blackmamba"
@@ -40,7 +40,7 @@ IN_TRAINING = {group: height for height, groups in enumerate(TRAINING, 1) for gr
 LAYER = {package: height for height, packages in enumerate(LAYERS) for package in packages} | {"__main__": len(LAYERS)}
 KINDS = ("layers", "routers", "norms", "optimizers")
 OF_KINDS = {"__init__", "base", "cost", "decoding", "kind", "recurrent", "rows"}
-"""The files of layers that the config reads. The others in a layer's folder are part of the model."""
+"""The files of layers and routers that the config reads. The others in a kind's folder are part of the model."""
 TOOLS_MAY_USE = {"version", "config", "tokenizer", "formats", "console"}
 MOST_LINES = 500
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -51,8 +51,9 @@ def files_of(folder):
 
 
 def package_of(path):
-    package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "model" if package == "layers" and path.stem not in OF_KINDS else package
+    package, *inside = path.relative_to(PACKAGE).parts
+    of_model = package == "layers" or (package == "routers" and len(inside) > 1)
+    return "model" if of_model and path.stem not in OF_KINDS else package.removesuffix(".py")
 
 
 def imported(path, at_import=False):
@@ -222,6 +223,10 @@ def test_architecture_page_shows_exactly_the_layers():
 
 def test_architecture_page_has_the_table_of_changes():
     assert changes_table.table() in section("The engine"), "python -m tests.engine.changes_table prints it"
+
+
+def test_table_of_public_names_is_complete():
+    assert public_names.table() in section("The engine"), "python -m tests.engine.public_names prints it"
 
 
 def test_changes_name_their_reason_code_and_test():

@@ -21,6 +21,7 @@ def problem_of(run: RunConfig) -> Problem | None:
         ("", lambda: mup.problems(run)),
         ("", lambda: _without_experts(run)),
         ("", lambda: _in_fp8(run)),
+        ("", lambda: _in_float64(run)),
         ("", lambda: _exported(run)),
         ("", lambda: _cut(run)),
         ("", lambda: _extra_depth(run)),
@@ -95,6 +96,26 @@ def _in_fp8(run: RunConfig) -> Iterator[str]:
                 f"{key}={size}{parts} must be a multiple of {FP8_MULTIPLE} for kernels.linear=fp8. Change the size,"
                 " or use kernels.linear=local."
             )
+
+
+def _in_float64(run: RunConfig) -> Iterator[str]:
+    """Refuse fp64 with implementations that would compute in a lower precision."""
+    if run.training.precision != "fp64":
+        return
+    if run.kernels.linear == "te":
+        yield "kernels.linear=te has no float64: training.precision=fp64 needs kernels.linear=local"
+    for key, op in (("scan", "selective_scan"), ("ssd", "ssd")):
+        wanted = getattr(run.kernels, key)
+        exact = _exact(op) if wanted != "auto" else ()
+        if wanted not in ("auto", *exact):
+            yield (f"kernels.{key}={wanted} computes in fp32: training.precision=fp64 needs auto, {' or '.join(exact)}")
+
+
+def _exact(op: str) -> list[str]:
+    """Return the backends of an op that compute in float64; torch is imported only here."""
+    from megatron_blackmamba.ops import backends
+
+    return backends.exact(f"{backends.ROOT}.{op}")
 
 
 def _exported(run: RunConfig) -> Iterator[str]:

@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 from megatron_blackmamba.console.progress import Progress, State, working
+from megatron_blackmamba.interchange import families
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +85,7 @@ Averaged = Annotated[bool, typer.Option("--ema", help="Take a checkpoint's avera
 
 
 @export_app.command("hf")
+@families.named
 def export_hf(
     checkpoint: Checkpoint,
     out: Out,
@@ -107,7 +109,7 @@ def export_hf(
 ) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained(OUT, trust_remote_code=True)` loads.
 
-    With --native it is a Mamba, Mamba-2, Nemotron-H, Granite 4, Llama or Mixtral, and needs no such argument.
+    With --native it is a {or_families}, and needs no such argument.
     Then another process loads it in that way, with the installed transformers. If that fails, the command fails.
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/blackmamba_1.5b --dtype bf16[/dim]
@@ -159,6 +161,7 @@ def export_hf(
 
 
 @export_app.command("gguf")
+@families.named
 def export_gguf(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(help="New file; it appears complete or not at all.")],
@@ -172,7 +175,7 @@ def export_gguf(
 ) -> None:
     """Write a GGUF file, which llama.cpp and Ollama load.
 
-    The model must be a Mamba, Mamba-2, Nemotron-H, Granite 4, Llama or Mixtral, as for export hf --native.
+    The model must be a {or_families}, as for export hf --native.
 
     [dim]blackmamba export gguf runs/mamba_343m mamba_343m.gguf[/dim]
 
@@ -221,6 +224,7 @@ def export_zyphra(
 
 
 @import_app.command("hf")
+@families.named
 def import_hf(
     source: Annotated[Path, typer.Argument(help="A model of transformers or state-spaces/mamba, or our export.")],
     out: Out,
@@ -239,7 +243,7 @@ def import_hf(
 ) -> None:
     """Convert a Hugging Face model to a checkpoint that training can start from, under any layout.
 
-    It reads our exports, Mamba, Mamba-2, Nemotron-H, Granite 4, Llama and Mixtral, and the files of state-spaces/mamba.
+    It reads our exports, {and_families}, and the files of state-spaces/mamba.
 
     [dim]blackmamba import hf exports/blackmamba_1.5b checkpoints/start[/dim]
 

@@ -9,6 +9,7 @@ import yaml
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.interchange.canonical import Canonical, tokenizer_of
+from megatron_blackmamba.interchange.families import FAMILIES
 from megatron_blackmamba.layers import layers_of, routes
 from megatron_blackmamba.routers import kind_of
 
@@ -16,16 +17,6 @@ _GATES = {
     "silu": "SwiGLU (the experts gate with SiLU)",
     "gelu": "GeGLU (the experts gate with erf-GELU)",
     "relu2": "the square of ReLU gates",
-}
-
-
-_FAMILIES = {
-    "mamba": "Mamba",
-    "mamba2": "Mamba-2",
-    "nemotron_h": "Nemotron-H",
-    "granitemoehybrid": "Granite hybrid",
-    "llama": "Llama",
-    "mixtral": "Mixtral",
 }
 
 
@@ -84,7 +75,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 
 
 def _title(native: str) -> str:
-    return f"{_FAMILIES[native]} language model" if native else "BlackMamba"
+    return f"{FAMILIES[native]} language model" if native else "BlackMamba"
 
 
 def _metadata(model: Canonical, evaluation: Evaluation | None, native: str) -> str:

@@ -1,6 +1,6 @@
-"""Modules of router kinds with a bias for each expert, which follows what a batch says on all ranks.
+"""The module of router kinds with a bias for each expert, which follows what a batch says on all ranks.
 
-Shapes: T tokens, E experts, H bins.
+Shapes: T tokens, E experts.
 """
 
 from abc import abstractmethod
@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.router import KindRouter, Measured
 from megatron_blackmamba.routers import Tokens
-from megatron_blackmamba.routers.quantile import BINS, balancing_bias, histogram_of_needs
 from megatron_blackmamba.runtime import device
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -59,32 +58,3 @@ class BiasRouter(KindRouter):
 
     def measured(self) -> Measured:
         return super().measured() | {"bias_range": (self.expert_bias.max() - self.expert_bias.min(), 1.0)}
-
-
-class QuantileRouter(BiasRouter):
-    """The router of `quantile`: the bias follows the quantiles of what tokens need to reach an expert."""
-
-    def _nothing(self) -> Tensor:
-        return self._counts(self.num_experts, BINS)
-
-    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
-        self.gathered += histogram_of_needs(self.use.scored(logits_TE), self.expert_bias, at.model.top_k)
-        return at
-
-    def _found(self) -> Tensor:
-        return balancing_bias(self.gathered, self.expert_bias, self.described.top_k)
-
-
-class PlanBiasRouter(BiasRouter):
-    """The router of `sinkhorn_bias`: the bias follows the mean of the plans' over the micro-batches of a step."""
-
-    def _nothing(self) -> Tensor:
-        """Return room for the sum of the biases and, last, the number of plans."""
-        return self._counts(self.num_experts + 1).double()
-
-    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
-        self.gathered[-1] += 1
-        return replace(at, plan_bias_E=self.gathered[:-1])
-
-    def _found(self) -> Tensor:
-        return self.gathered[:-1] / self.gathered[-1].clamp(min=1)

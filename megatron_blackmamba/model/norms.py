@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron_blackmamba import norms
+from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.rms_norm import norm_and_stream, rms_norm
@@ -31,20 +33,20 @@ class RMSNorm(nn.Module):
         return rms_norm(x if branch is None else x + branch, self.weight, self.eps)
 
 
-class LayerNorm(nn.Module):
-    """With bias: a kind of the last norm (`norms/layer.py`)."""
+class LastNorm(nn.Module):
+    """The last norm, as its kind (`norms/`) computes it, in fp32 or float64."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+    def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__()
-        self.eps = eps
-        self.dtype = config.params_dtype
+        self.kind, self.eps, self.dtype = norms.kind_of(config.described.final_norm), eps, config.params_dtype
         self.compute = torch.promote_types(self.dtype, torch.float32)
-        self.weight = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
-        self.bias = without_decay(replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel))
+        for name in self.kind.parameters:
+            parameter = replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel)
+            self.register_parameter(name, without_decay(parameter))
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight, bias = (t.to(self.compute) for t in (x, self.weight, self.bias))
-        return F.layer_norm(x, weight.shape, weight, bias, self.eps).to(self.dtype)
+        parameters_D = tuple(getattr(self, name).to(self.compute) for name in self.kind.parameters)
+        return self.kind.apply(x.to(self.compute), parameters_D, self.eps).to(self.dtype)
 
 
 class GatedNorm(nn.Module):

@@ -13,6 +13,7 @@ from megatron_blackmamba.registry import Cannot, Kind
 if TYPE_CHECKING:
     from torch import Tensor
 
+OWN_MODULE = "megatron_blackmamba.model.norms:LastNorm"
 PREFIX = "decoder.final_layernorm."
 """What the canonical names of its parameters begin with."""
 
@@ -22,8 +23,8 @@ class NormKind(Kind, ABC):
 
     name: ClassVar[str]
     """The value of model.final_norm; the modeling files in hf/ have a class for it unless `exported` says why not."""
-    module: ClassVar[str]
-    """The torch module, as "package.module:class"."""
+    module: ClassVar[str] = OWN_MODULE
+    """The torch module of training, as "package.module:class": one that calls `apply`, or a faster one."""
     parameters: ClassVar[tuple[str, ...]]
     """Names of its parameters, of the shape `[D]`, in the order in which `apply` takes them."""
     released: ClassVar[bool] = False
@@ -35,4 +36,4 @@ class NormKind(Kind, ABC):
 
     @abstractmethod
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:
-        """Return the norm of the last axis of x, for decoding."""
+        """Return the norm of the last axis of x, in training and decoding."""

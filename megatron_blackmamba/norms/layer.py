@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 class LayerNorm(NormKind):
     name = "layer"
-    module = "megatron_blackmamba.model.norms:LayerNorm"
     parameters = ("weight", "bias")
     released = True
 

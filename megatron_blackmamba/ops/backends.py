@@ -93,6 +93,19 @@ def available(package: str, names: tuple[str, ...]) -> dict[str, str | None]:
     return {name: why_not(package, name) for name in names}
 
 
+def exact(package: str) -> list[str]:
+    """Return the backends of an op that say they take float64; one that cannot be imported here says nothing."""
+    return [name for name in importlib.import_module(package).BACKENDS if _takes_float64(package, name)]
+
+
+def _takes_float64(package: str, name: str) -> bool:
+    try:
+        dtypes = _limits(_load(package, name))[0].dtypes
+    except ImportError:
+        return False
+    return not dtypes or torch.float64 in dtypes
+
+
 def of_this_machine() -> dict[str, dict[str, str | None]]:
     """Return for each op its backends, best first, each with None or the reason why it is not used here.
 

@@ -354,26 +354,12 @@ class RunConfig(Section, Scheduled):
                 f"optimizer.gradients=bf16 needs training.precision=bf16, not {training.precision}: gradients have the"
                 " precision of the weights. Set both, or leave optimizer.gradients=fp32."
             )
-        self._supports_float64()
         if self.data.sequence_length % parallel.tensor:
             raise ValueError(
                 f"data.sequence_length={self.data.sequence_length} is not divisible by"
                 f" parallel.tensor={parallel.tensor} (sequence parallelism splits it)"
             )
         return self
-
-    def _supports_float64(self) -> None:
-        """Refuse fp64 with implementations that would compute in a lower precision."""
-        kernels = self.kernels
-        if self.training.precision != "fp64":
-            return
-        if kernels.linear == "te":
-            raise ValueError("kernels.linear=te has no float64: training.precision=fp64 needs kernels.linear=local")
-        for key, scan in (("scan", kernels.scan), ("ssd", kernels.ssd)):
-            if scan not in ("auto", "chunked", "reference"):
-                raise ValueError(
-                    f"kernels.{key}={scan} computes in fp32: training.precision=fp64 needs auto, chunked or reference"
-                )
 
 
 def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str:

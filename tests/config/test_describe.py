@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba import layers, norms, optimizers, routers
 from megatron_blackmamba.config import ConfigError, keys, load, shipped
 from megatron_blackmamba.config.describe import every_key, new_run, write_new
 
@@ -26,6 +27,20 @@ def test_every_key_has_a_description():
     described = {key.path: key.description for key in every_key()}
     assert set(keys()) <= set(described)
     assert [path for path, text in described.items() if not text] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "kinds"),
+    [
+        ("model.router.kind", [f"{kind.name}:" for kind in routers.all_kinds()]),
+        ("model.final_norm", [f"{kind.name}:" for kind in norms.all_kinds()]),
+        ("optimizer.kind", [f"{kind.name}:" for kind in optimizers.all_kinds()]),
+        ("model.pattern", [f"{kind.letter} {kind.name}" for kind in layers.all_kinds()]),
+    ],
+)
+def test_descriptions_name_every_kind(key, kinds):
+    described = {key.path: key.description for key in every_key()}
+    assert [kind for kind in kinds if kind not in described[key]] == []
 
 
 def test_every_key_tells_what_it_takes():

@@ -480,3 +480,9 @@ def test_a_missing_file_is_no_shipped_run(name, remedy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refusal(name)
     assert said.startswith(f"{name}: no such file (working folder: {tmp_path})") and said.endswith(remedy or ")")
+
+
+@pytest.mark.parametrize("key", ["kernels.scan", "kernels.ssd"])
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_fp64_takes_backends_that_declare_it(key, backend):
+    load("tiny", ["training.precision=fp64", f"{key}={backend}"])

@@ -45,12 +45,12 @@ def losses(folder: Path, name: str) -> list[float]:
 def counted() -> list[int]:
     """FLOPs and bytes kept by one micro-batch, as torch sees them."""
     from megatron_blackmamba.model import build
-    from tests.plan.memory_probe import _kept_for_backward
+    from tests.plan.memory_probe import kept_for_backward
 
     config = load("tiny", [*RUN, "model.pattern=AA"])
     model = build(config, world.start(config.parallel))
     tokens = torch.randint(config.model.vocab_size, (4, 32))
-    kept = _kept_for_backward(model, tokens)
+    kept = kept_for_backward(model, tokens)
     with FlopCounterMode(display=False) as counter:
         model(tokens)
     return [counter.get_total_flops(), kept]

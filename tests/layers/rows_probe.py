@@ -12,6 +12,7 @@ import torch
 
 from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
+from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime import world
 from tests.layers.fused import Fused, Untold
 from tests.layers.running_mean.kind import RunningMean
@@ -25,7 +26,9 @@ MORE = ["model.mamba_norms=true", "model.mamba2.heads=6", "model.mamba3.rank=3",
 MORE += ["model.attention.qk_norm=true", "model.attention.head_dim=10", "model.gated=false", "model.activation=relu2"]
 MORE += ["model.delta.variant=gdn2", "model.delta.decay_rank=6", "model.delta.negative_eigenvalues=true"]
 MORE += ["model.shared_expert_hidden_size=48", "model.top_k=2", "model.router.kind=expert_bias"]
-ADDED = (RunningMean, Fused, Untold)
+import_extensions()
+HERE = {kind.letter for kind in layers.all_kinds()}
+ADDED = [kind for kind in (RunningMean, Fused, Untold) if kind.letter not in HERE]
 ALL = "".join(kind.letter for kind in (*layers.all_kinds(), *ADDED))
 MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSRG*-E'", *MORE]}
 """A layer of each kind, the one that lies last, and of those with options with them."""

@@ -25,7 +25,7 @@ def computed(went, leg, model, letter):
     return sum(rank[model]["squares"][letter] for rank in went[leg])
 
 
-@pytest.mark.parametrize(("model", "letter"), LAYERS)
+@pytest.mark.parametrize(("model", "letter"), LAYERS, ids=lambda word: word)
 def test_resharded_layers_compute_the_same(went, model, letter):
     one, two, back = (computed(went, leg, model, letter) for leg in ("one", "two", "back"))
     assert one == back

@@ -6,7 +6,6 @@ from megatron_blackmamba.registry import Cannot
 
 class ShiftedNorm(NormKind):
     name = "shifted_norm"
-    module = "tests.model.shifted_norm_module:Module"
     parameters = ("weight", "shift")
     ones = ("weight",)
     exported = Cannot("the modeling files have no class for shifted_norm")

@@ -5,6 +5,7 @@ import torch
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.hf.layers_blackmamba import FINAL_NORMS
 from tests.model.shifted_norm import ShiftedNorm
 
 
@@ -36,3 +37,7 @@ def test_model_with_it_trains_in_every_precision(key, build, precision):
 def test_a_norm_without_a_class_is_not_exported(key):
     with pytest.raises(ConfigError, match="have no class for shifted_norm"):
         load("tiny", [key, "checkpoint.export_every=5"])
+
+
+def test_exported_norms_have_a_class():
+    assert {kind.name for kind in norms.all_kinds() if kind.exported is True} == set(FINAL_NORMS)

@@ -3,6 +3,7 @@
 The FLOPs of each kind of layer are counted beside it, by torch's counter.
 """
 
+import contextlib
 import json
 import sys
 from functools import partial
@@ -141,7 +142,7 @@ def measure(overrides: list[str]) -> dict:
     trainable = make_trainable(config, model, us)
     tokens = torch.randint(config.model.vocab_size, (2, config.data.sequence_length // config.parallel.context))
     trainable.reduced.zero_grad_buffer()
-    kept = _kept_for_backward(model, tokens)
+    kept = kept_for_backward(model, tokens)
     trainable.reduced(tokens, tokens).mean().backward()
     for group in trainable.reduced.bucket_groups + trainable.reduced.expert_parallel_bucket_groups:
         group.start_grad_sync()
@@ -169,16 +170,20 @@ def count_flops() -> dict[str, int]:
         config = load("tiny", overrides)
         model = build(config, world.start(config.parallel))
         tokens = torch.randint(config.model.vocab_size, (1, config.data.sequence_length))
-        attention = mock.patch.object(F, "scaled_dot_product_attention", causal_attention)
-        with torch.no_grad(), attention, FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), counted_attention(), FlopCounterMode(display=False) as counter:
             model(tokens, tokens)
         counted[letter] = counter.get_total_flops()
         world.shutdown()
     return counted
 
 
+def counted_attention() -> contextlib.AbstractContextManager:
+    """Replace the attention that torch counts as if every token saw all others."""
+    return mock.patch.object(F, "scaled_dot_product_attention", causal_attention)
+
+
 def causal_attention(q_BHSC, k_BGSC, v_BGSC, *, is_causal: bool, enable_gqa: bool, scale: None) -> torch.Tensor:
-    """Attend token by token, to none that follows: torch counts the fused kernel as if every token saw all others."""
+    """Attend token by token, to none that follows."""
     heads_per_group = q_BHSC.shape[1] // k_BGSC.shape[1]
     k_BHSC, v_BHSC = (x.repeat_interleave(heads_per_group, 1) for x in (k_BGSC, v_BGSC))
     rows = []
@@ -189,7 +194,7 @@ def causal_attention(q_BHSC, k_BGSC, v_BGSC, *, is_causal: bool, enable_gqa: boo
     return torch.cat(rows, 2)
 
 
-def _kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
+def kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, torch.Tensor] = {}
 

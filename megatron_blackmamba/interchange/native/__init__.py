@@ -1,6 +1,7 @@
 """Models of other families, in and out: folders that transformers and serving engines load without code of ours."""
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +9,23 @@ from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
 from megatron_blackmamba.interchange import files, hf, safetensors_io
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
+from megatron_blackmamba.interchange.families import FAMILIES
 from megatron_blackmamba.interchange.json_config import need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.interchange.native import state_spaces
 from megatron_blackmamba.interchange.native.base import LENGTH, UNBOUNDED, Architecture, positions
-from megatron_blackmamba.interchange.native.granitemoehybrid import GraniteMoeHybrid
-from megatron_blackmamba.interchange.native.llama import Llama
-from megatron_blackmamba.interchange.native.mamba import Mamba
-from megatron_blackmamba.interchange.native.mamba2 import Mamba2
-from megatron_blackmamba.interchange.native.mixtral import Mixtral
-from megatron_blackmamba.interchange.native.nemotron_h import NemotronH
 from megatron_blackmamba.layers import kinds_in
 
-ARCHITECTURES: tuple[Architecture, ...] = (
-    *(Mamba(), Mamba2(), NemotronH(), Llama(), Mixtral()),
-    GraniteMoeHybrid(),
-)
-BY_TYPE = {architecture.model_type: architecture for architecture in ARCHITECTURES}
+
+def _of_family(model_type: str) -> Architecture:
+    """Return the architecture that the file named by a model_type defines."""
+    module = vars(import_module(f"{__name__}.{model_type}"))
+    (found,) = (x for x in module.values() if getattr(x, "model_type", None) == model_type and isinstance(x, type))
+    return found()
+
+
+BY_TYPE = {model_type: _of_family(model_type) for model_type in FAMILIES}
+ARCHITECTURES = tuple(BY_TYPE.values())
 
 
 def nearest(model: ModelConfig) -> tuple[Architecture, list[str]]:

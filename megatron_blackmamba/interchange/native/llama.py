@@ -37,6 +37,7 @@ class Rotary(Uniform):
     """A family with rotary positions of one base."""
 
     theta: int = 10000
+    turns_neighbours = True
 
     def more_exported(self, model: ModelConfig) -> dict[str, Any]:
         return {"rope_theta": float(model.attention.rotary_base)}

@@ -14,7 +14,6 @@ from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, tokenizer_of
 from megatron_blackmamba.interchange.native import architecture_of
 from megatron_blackmamba.interchange.native.base import UNBOUNDED, Architecture, positions, stacked
-from megatron_blackmamba.interchange.native.llama import Rotary
 from megatron_blackmamba.interchange.native.llama_cpp_tokens import Vocabulary, vocabulary
 from megatron_blackmamba.layers.attention.kind import kv_heads
 from megatron_blackmamba.layers.mamba2.kind import Mamba2
@@ -131,7 +130,7 @@ def tensors(model: Canonical, architecture: Architecture) -> dict[str, Entry]:
     parts: dict[str, list[Entry]] = {}
     for name, entry in architecture.tensors_for_llama_cpp(model).items():
         theirs = named(name, architecture)
-        parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, isinstance(architecture, Rotary)))
+        parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, architecture.turns_neighbours))
     return {name: stacked(entries) if len(entries) > 1 else entries[0] for name, entries in parts.items()}
 
 
@@ -145,7 +144,7 @@ def named(name: str, architecture: Architecture) -> str:
     return f"blk.{layer[1]}.{IN_LAYER[own] if own in IN_LAYER else f'{IN_LAYER[part]}.{suffix}'}"
 
 
-def _changed(name: str, entry: Entry, model: ModelConfig, rotary: bool) -> Entry:
+def _changed(name: str, entry: Entry, model: ModelConfig, neighbours: bool) -> Entry:
     """Return a tensor in llama.cpp's form: decays for their logarithms, other shapes, other pairs of channels."""
     part = name.split(".")[-2 if name.endswith((".weight", ".bias")) else -1]
 
@@ -158,7 +157,7 @@ def _changed(name: str, entry: Entry, model: ModelConfig, rotary: bool) -> Entry
             return tensor[:, 0]
         if part == "ssm_norm":
             return tensor.view(model.mamba2.groups, -1)
-        if part in ("attn_q", "attn_k") and rotary:  # a head's channels turn in pairs of neighbours there
+        if part in ("attn_q", "attn_k") and neighbours:  # a head's channels turn in pairs of neighbours there
             heads = model.attention.heads if part == "attn_q" else kv_heads(model)
             return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         return tensor

@@ -29,7 +29,7 @@ class Quantile(RouterKind):
     keys = LOGITS
     depends_on = "the token, and the scores of earlier steps"
     balances_micro_batches = False
-    module = "megatron_blackmamba.model.bias_routers:QuantileRouter"
+    module = f"{__package__}.module:QuantileRouter"
     state = ("expert_bias",)
     metrics = BIAS_METRICS
 

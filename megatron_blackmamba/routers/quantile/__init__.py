@@ -1,0 +1,1 @@
+"""Quantile balancing: `kind` is read by the config, `module` when a model is built."""

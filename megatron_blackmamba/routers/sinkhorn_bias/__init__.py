@@ -1,0 +1,1 @@
+"""Sinkhorn with a bias that outlives training: `kind` is read by the config, `module` when a model is built."""

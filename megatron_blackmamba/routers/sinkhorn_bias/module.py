@@ -1,0 +1,26 @@
+"""The router of `sinkhorn_bias` as a torch module.
+
+Shapes: T tokens, E experts.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from megatron_blackmamba.model.bias_routers import BiasRouter
+from megatron_blackmamba.routers import Tokens
+
+
+class PlanBiasRouter(BiasRouter):
+    """The bias follows the mean of the plans' over the micro-batches of a step."""
+
+    def _nothing(self) -> Tensor:
+        """Return room for the sum of the biases and, last, the number of plans."""
+        return self._counts(self.num_experts + 1).double()
+
+    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
+        self.gathered[-1] += 1
+        return replace(at, plan_bias_E=self.gathered[:-1])
+
+    def _found(self) -> Tensor:
+        return self.gathered[:-1] / self.gathered[-1].clamp(min=1)
