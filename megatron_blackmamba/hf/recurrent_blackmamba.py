@@ -357,6 +357,7 @@ class DeltaMixer(Recurrent):
         H, G, K, V = config.delta_heads, config.delta_key_heads, config.delta_key_dim, config.delta_head_dim
         D, by_channel = config.hidden_size, config.delta_variant != "gdn"
         self.layer, self.fast, self.state_shape = layer, use_kernels(config), (H, K, V)
+        self.sigmoid = config.delta_variant == "kda"
         self.largest = 2 if config.delta_negative_eigenvalues else 1
         gates = (H * K, H * V) if config.delta_variant == "gdn2" else (H,)
         R, decays = (config.delta_decay_rank, H * K) if by_channel else (H, H)
@@ -393,7 +394,8 @@ class DeltaMixer(Recurrent):
         else:
             y, state = delta_rule(*tokens, state, reset_BL)
         self.remember(cache, window, state)
-        return self.out_proj((self.norm(y).flatten(2) * F.silu(widen(z))).to(u_BLD.dtype))
+        gate = torch.sigmoid(widen(z)) if self.sigmoid else F.silu(widen(z))
+        return self.out_proj((self.norm(y).flatten(2) * gate).to(u_BLD.dtype))
 
     def unit(self, x: Tensor) -> Tensor:
         """Return keys of length 1 for every head."""

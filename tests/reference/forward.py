@@ -189,7 +189,7 @@ def _delta(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, u
         forget = np.diag(np.exp(-np.exp(m["A_log"][h]) * steps[h]))
         state.ssm_IN[h] = (np.eye(K) - np.outer(k, erase[h] * k)) @ forget @ state.ssm_IN[h] + np.outer(k, write[h] * v)
         y_I[h * V : (h + 1) * V] = _rms_norm(state.ssm_IN[h].T @ q / np.sqrt(K), m["norm.weight"])
-    return m["out_proj.weight"] @ (y_I * _silu(z_I))
+    return m["out_proj.weight"] @ (y_I * (1 / (1 + np.exp(-z_I)) if variant == "kda" else _silu(z_I)))
 
 
 def _mamba3(

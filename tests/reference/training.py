@@ -237,7 +237,8 @@ def _delta(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
         rows.append((q[:, t, :, :, None] * state).sum(-2) / math.sqrt(K))
     y = _rms(torch.stack(rows, 1), m["norm.weight"]).flatten(2)
     z_BSI = projected[..., :I]
-    return (y * z_BSI * torch.sigmoid(z_BSI)) @ m["out_proj.weight"].T
+    kimi = by_channel and gates.shape[-1] == H
+    return (y * (1 if kimi else z_BSI) * torch.sigmoid(z_BSI)) @ m["out_proj.weight"].T
 
 
 def _mamba3(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:

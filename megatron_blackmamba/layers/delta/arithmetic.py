@@ -53,7 +53,8 @@ def mixed(
     dt = F.softplus(decays(decay).to(compute) + dt_bias.to(compute)).unflatten(-1, (H, -1))
     log_decay = -A_log_H.to(compute).exp()[:, None] * dt
     y = norm(scan(q, k, erase * k, write * v, log_decay))
-    return (y.flatten(-2) * F.silu(z.to(compute))).to(projected.dtype)
+    z = z.to(compute)
+    return (y.flatten(-2) * (z.sigmoid() if model.delta.variant == "kda" else F.silu(z))).to(projected.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:
