@@ -38,7 +38,10 @@ def main() -> None:
     ]
     sizes += [f"model.hidden_size={options.hidden}", f"model.mamba3.rank={options.rank}"]
     sizes += [f"model.delta.head_dim={options.state}", f"model.delta.key_dim={options.state}"]
-    sizes += [f"model.delta.key_heads={max(1, options.hidden // options.state)}", f"model.delta.variant={options.delta}"]
+    sizes += [
+        f"model.delta.key_heads={max(1, options.hidden // options.state)}",
+        f"model.delta.variant={options.delta}",
+    ]
     overrides = [f"model.pattern={PATTERN}", "training.precision=fp32", *sizes]
     config = load("tiny", overrides)
     network = build(config, world.start(config.parallel))

@@ -262,7 +262,9 @@ class BlackMambaConfig(PretrainedConfig):
         if "mamba2" in self.mamba_moe_layers and self.mamba2_heads % self.mamba2_groups:
             raise ValueError(f"mamba2_heads {self.mamba2_heads} is not divisible by mamba2_groups {self.mamba2_groups}")
         if "delta" in self.mamba_moe_layers and self.delta_heads % self.delta_key_heads:
-            raise ValueError(f"delta_heads {self.delta_heads} is not divisible by delta_key_heads {self.delta_key_heads}")
+            raise ValueError(
+                f"delta_heads {self.delta_heads} is not divisible by delta_key_heads {self.delta_key_heads}"
+            )
         if self.delta_variant not in ("gdn", "kda", "gdn2"):
             raise ValueError(f'delta_variant must be "gdn", "kda" or "gdn2", not {self.delta_variant!r}')
         heads_of_group = self.mamba3_head_dim * self.mamba3_groups

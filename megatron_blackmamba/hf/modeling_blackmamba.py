@@ -20,7 +20,16 @@ from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
 from .functions_blackmamba import capped, widen
 from .layers_blackmamba import FINAL_NORMS, Layer
-from .recurrent_blackmamba import DeltaMixer, Mamba2Mixer, Mamba3Mixer, MambaMixer, RMSNorm, TimeStep, linear, use_kernels
+from .recurrent_blackmamba import (
+    DeltaMixer,
+    Mamba2Mixer,
+    Mamba3Mixer,
+    MambaMixer,
+    RMSNorm,
+    TimeStep,
+    linear,
+    use_kernels,
+)
 
 logger = logging.get_logger(__name__)
 

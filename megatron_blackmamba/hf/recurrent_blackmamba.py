@@ -364,9 +364,7 @@ class DeltaMixer(Recurrent):
         self.qkv = (G * K, G * K, H * V)
         self.splits = (H * V, sum(self.qkv), *gates, R)
         self.in_proj = linear(D, sum(self.splits), self.fast)
-        self.conv1d = Convolution(
-            sum(self.qkv), sum(self.qkv), config.conv_dimension, groups=sum(self.qkv), bias=False
-        )
+        self.conv1d = Convolution(sum(self.qkv), sum(self.qkv), config.conv_dimension, groups=sum(self.qkv), bias=False)
         self.conv1d.fast = self.fast
         self.decay_proj = linear(R, decays, self.fast) if by_channel else None
         self.dt_bias = nn.Parameter(torch.zeros(decays, dtype=torch.float32))

@@ -134,7 +134,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "kda_cp2": (2, [*KDA, "parallel.context=2"]),
     "kda_tp2": (2, [*KDA, "parallel.tensor=2"]),
     "gdn_solo": (1, [*KDA, "model.delta.variant=gdn", "model.delta.decay_rank=null"]),
-    "gdn_cp2_tp2": (4, [*KDA, "model.delta.variant=gdn", "model.delta.decay_rank=null", "parallel.context=2", "parallel.tensor=2"]),
+    "gdn_cp2_tp2": (
+        4,
+        [*KDA, "model.delta.variant=gdn", "model.delta.decay_rank=null", "parallel.context=2", "parallel.tensor=2"],
+    ),
     "mimo_solo": (1, MIMO),
     "mimo_cp2_tp2": (4, [*MIMO, "parallel.context=2", "parallel.tensor=2"]),
     "mimo_pp2_ep2": (4, [*MIMO, "parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),

@@ -12,7 +12,9 @@ def randomised(module):
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in module.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=g) * (0.5 if weight.dim() == 1 else weight.shape[1] ** -0.5))
+            weight.copy_(
+                torch.randn(weight.shape, generator=g) * (0.5 if weight.dim() == 1 else weight.shape[1] ** -0.5)
+            )
     return module
 
 

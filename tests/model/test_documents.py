@@ -10,7 +10,14 @@ from tests.model.conftest import place
 __all__ = ["place"]
 EOD, FIRST, OTHER, SECOND = 7, [3, 9, 4, 11], [20, 1, 1, 8], [5, 30, 2, 6, 12, 40]
 SMALL = ["model.pattern=M*R-SG", "training.precision=fp64", "model.hidden_size=32", "model.vocab_size=64"]
-SMALL += ["model.delta.head_dim=16", "model.delta.key_dim=8", "model.mamba2.head_dim=16", "model.mamba3.head_dim=16", "model.attention.heads=4", "model.mlp_hidden_size=40"]
+SMALL += [
+    "model.delta.head_dim=16",
+    "model.delta.key_dim=8",
+    "model.mamba2.head_dim=16",
+    "model.mamba3.head_dim=16",
+    "model.attention.heads=4",
+    "model.mlp_hidden_size=40",
+]
 SMALL += [f"model.eod_reset={EOD}"]
 
 

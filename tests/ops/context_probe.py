@@ -136,7 +136,12 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
 
 def cases() -> list[tuple[str, str, str]]:
     every = [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
-    every += [(op, reset, backend) for op in ("ssd", "delta", *MAMBA3) for reset in RESETS for backend in ("float64", "chunked")]
+    every += [
+        (op, reset, backend)
+        for op in ("ssd", "delta", *MAMBA3)
+        for reset in RESETS
+        for backend in ("float64", "chunked")
+    ]
     return every + [(operation, "some", backend) for operation in ("scan", "conv", "ssd") for backend in INTERPRETED]
 
 

@@ -161,7 +161,9 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
 
 def _new_delta_state(m: dict[str, np.ndarray], config: Mapping[str, Any]) -> _State:
     channels, _, taps = m["conv1d.weight"].shape
-    return _State(np.zeros((taps, channels)), np.zeros((len(m["A_log"]), config["delta_key_dim"], len(m["norm.weight"]))))
+    return _State(
+        np.zeros((taps, channels)), np.zeros((len(m["A_log"]), config["delta_key_dim"], len(m["norm.weight"])))
+    )
 
 
 def _delta(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, u_D: np.ndarray) -> np.ndarray:
@@ -169,9 +171,7 @@ def _delta(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, u
     (heads, K, V), groups = state.ssm_IN.shape, config["delta_key_heads"]
     variant, inner, keys = config.get("delta_variant", "gdn"), heads * V, groups * K
     gates = [heads * K, heads * V] if variant == "gdn2" else [heads]
-    z_I, qkv, *gates, decay = np.split(
-        m["in_proj.weight"] @ u_D, np.cumsum([inner, 2 * keys + inner, *gates])
-    )
+    z_I, qkv, *gates, decay = np.split(m["in_proj.weight"] @ u_D, np.cumsum([inner, 2 * keys + inner, *gates]))
     qkv = _convolved(m, state, qkv)
     if variant != "gdn":
         decay = m["decay_proj.weight"] @ decay

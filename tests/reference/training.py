@@ -160,7 +160,8 @@ def _convolved(m: dict[str, Tensor], x_BSI: Tensor) -> Tensor:
     taps = m["conv1d.weight"][:, 0]
     past = [torch.zeros_like(x_BSI[:, 0])] * (taps.shape[1] - 1) + list(x_BSI.unbind(1))
     rows = [
-        m.get("conv1d.bias", 0.0) + sum(taps[:, k] * past[t + k] for k in range(taps.shape[1])) for t in range(x_BSI.shape[1])
+        m.get("conv1d.bias", 0.0) + sum(taps[:, k] * past[t + k] for k in range(taps.shape[1]))
+        for t in range(x_BSI.shape[1])
     ]
     y_BSI = torch.stack(rows, 1)
     return y_BSI * torch.sigmoid(y_BSI)

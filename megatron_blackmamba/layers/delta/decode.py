@@ -75,7 +75,9 @@ class DeltaDecoding(Decoding):
         def convolve(x_BQ: Tensor) -> Tensor:
             return causal_conv1d_step(window_BWQ, x_BQ, layer.conv_weight_QK, None)
 
-        y = self._mixed(run, layer, run.times(x_BD, layer.in_proj), convolve, partial(delta_step, state_BHKV), run.times)
+        y = self._mixed(
+            run, layer, run.times(x_BD, layer.in_proj), convolve, partial(delta_step, state_BHKV), run.times
+        )
         return run.times(y, layer.out_proj)
 
     def read(self, run: Runner, layer: DeltaLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:

@@ -55,7 +55,9 @@ class Delta(LayerKind):
 
     def divisions(self, model: ModelConfig) -> list[Division]:
         H, G = sizes(model)[:2]
-        what = "the number of heads of the delta rule (model.delta.heads, or model.expand × model.hidden_size / head_dim)"
+        what = (
+            "the number of heads of the delta rule (model.delta.heads, or model.expand × model.hidden_size / head_dim)"
+        )
         found = [Division(what, H, "tensor"), Division("model.delta.key_heads", G, "tensor")]
         if by_channel(model):
             found.append(Division("model.delta.decay_rank (by default key_dim)", rank(model), "tensor"))

@@ -24,7 +24,9 @@ def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return y.to(inputs.q_BLHK.dtype), state_BHKV
 
 
-def advanced(state_BHKV: Tensor, k_BHK: Tensor, erase_BHK: Tensor, written_BHV: Tensor, log_decay_BHD: Tensor) -> Tensor:
+def advanced(
+    state_BHKV: Tensor, k_BHK: Tensor, erase_BHK: Tensor, written_BHV: Tensor, log_decay_BHD: Tensor
+) -> Tensor:
     """Return the state behind a token."""
     kept_BHKV = log_decay_BHD.exp()[..., None] * state_BHKV
     changed_BHV = written_BHV - read(kept_BHKV, erase_BHK)
