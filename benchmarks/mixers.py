@@ -1,6 +1,6 @@
 """One layer of Mamba, Mamba-2, Mamba-3 and the delta rule at the same width, forward + backward.
 
-    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64 --rank 1 --delta gdn] [--json]
+    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64 --rank 1 --delta gdn]
 
 The defaults are one sequence of the 1.5B model's width. A layer is everything between norm and residual: projections,
 convolution where there is one, scan and gate. Mamba has its usual 16 states; --rank is Mamba-3's. The delta rule has

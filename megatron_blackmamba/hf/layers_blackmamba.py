@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .functions_blackmamba import activated, attended, hashed, rotated, sinkhorn, widen
 from .recurrent_blackmamba import (
-    Mamba2Mixer,
     DeltaMixer,
+    Mamba2Mixer,
     Mamba3Mixer,
     MambaMixer,
     Recurrent,

@@ -5,8 +5,8 @@ Over its part of a sequence, a linear recurrence is an affine map of the state t
     end = decay * start + added
 
 The decay is one number for each entry of the state, or for many, or a matrix for each head (`matmul` instead of `mul`).
-A rank computes decay and added without its start. All ranks gather the two, and each chains the maps of the ranks before
-it into its own start. The gradient of the state goes the other way. So ranks exchange the sizes of a state,
+A rank computes decay and added without its start. All ranks gather the two, and each chains the maps of the ranks
+before it into its own start. The gradient of the state goes the other way. So ranks exchange the sizes of a state,
 whatever the length of the sequence, and no activations. One gather takes the place of log2(ranks) dependent messages.
 
 Shapes: G ranks of the group, part 0 first.

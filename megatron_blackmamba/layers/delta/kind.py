@@ -1,7 +1,7 @@
 """The gated delta rule between two projections: a layer erases what its state holds under a key, then writes there.
 
-`model.delta.variant` names the gates and decays of a token. All have short convolutions of q, k and v, keys of length 1,
-and a norm of each head's output in front of the gate: SiLU of z, or the sigmoid in kda.
+`model.delta.variant` names the gates and decays of a token. All have short convolutions of q, k and v, keys of
+length 1, and a norm of each head's output in front of the gate: SiLU of z, or the sigmoid in kda.
 
     gdn    Gated DeltaNet (arXiv 2412.06464): one gate and one decay a head
     kda    Kimi Delta Attention (arXiv 2510.26692): one gate a head, a decay for each key channel

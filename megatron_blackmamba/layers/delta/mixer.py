@@ -1,9 +1,9 @@
 """The mixer of the delta rule on megatron-core's parallel linears.
 
 Each tensor-parallel rank owns some heads from in_proj to out_proj, with their keys. With a decay for each key channel,
-each rank projects some of the R numbers that the decays of all heads follow from, and all gather them. The weight of the
-norm is the same for all heads, so its gradient is summed over the ranks. Ranks that share a sequence pass on states and
-the matrices that map them (`ops/delta`).
+each rank projects some of the R numbers that the decays of all heads follow from, and all gather them. The weight of
+the norm is the same for all heads, so its gradient is summed over the ranks. Ranks that share a sequence pass on states
+and the matrices that map them (`ops/delta`).
 
 Shapes: S sequence, B batch, D model, R rank of decays.
 """

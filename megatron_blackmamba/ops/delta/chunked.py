@@ -4,12 +4,12 @@ In a chunk, what token t changes in the state depends on what the earlier tokens
 
     changed[t] + (sum over s < t of left[t, s] * changed[s]) = u[t] - (what the start still holds under e[t])
 
-where left[t, s] is what is left of k[s] under e[t]. One triangular system a chunk gives all changes as a linear function
-of the start. States then pass from chunk to chunk by two products, and outputs are products of their own.
+where left[t, s] is what is left of k[s] under e[t]. One triangular system a chunk gives all changes as a linear
+function of the start. States then pass from chunk to chunk by two products, and outputs are products of their own.
 
 Decays multiply. Their products between two tokens are exponentials of sums of logarithms of one sign, so nothing
-overflows and small steps keep their digits after a large one. With a decay for each key channel, a product of two matrices
-needs a token between the two: blocks of tokens double, and the older half of a block meets the newer half at the border.
+overflows and small steps keep their digits after a large one. With a decay for each key channel, a product of two
+matrices needs a token between the two: blocks of tokens double, and the older half meets the newer half at the border.
 
 Only the inputs and the states between segments are saved for the backward pass, which runs each segment again.
 
@@ -26,7 +26,7 @@ from megatron_blackmamba.ops.gradients import first_order
 
 CHUNK = 64
 NUMBERS = {"cpu": 2**21, "cuda": 2**26}
-"""Numbers of all keys in a segment, if one chunk does not have more: what autograd keeps of it is about 30 times that."""
+"""Numbers of all keys in a segment, if one chunk does not have more; autograd keeps about 30 times as many of it."""
 NOTHING = -1000.0
 """A decay whose logarithm this is leaves nothing, in float64 too."""
 
@@ -75,7 +75,8 @@ def _segments(inputs: Inputs) -> list[slice]:
 
 
 def _cut(inputs: Inputs, part: slice) -> Inputs:
-    return Inputs(*(x[:, part] for x in inputs[:5]), None, _of_part(inputs.reset_BL, part))
+    q, k, erase, written, log_decay = (x[:, part] for x in inputs[:5])
+    return Inputs(q, k, erase, written, log_decay, None, _of_part(inputs.reset_BL, part))
 
 
 def _of_part(x_BL: Tensor | None, part: slice) -> Tensor | None:
@@ -123,10 +124,10 @@ def _in_chunks(x: Tensor, C: int) -> Tensor:
 
 
 def _left(keys_BHNCXK: Tensor, k_BHNCK: Tensor, log_decay_BHNCD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what is left of k of token S under the keys of token T, and decays since a chunk's start and until its end.
+    """Return what is left of k of token S under the keys of token T, and decays since a chunk's start and to its end.
 
-    The first is `[B, H, N, C, X, C]`, 0 above the diagonal. The others are `[B, H, N, C, D]`: with the token's own decay
-    since the start, without it until the end. J blocks of T tokens double until one is left.
+    The first is `[B, H, N, C, X, C]`, 0 above the diagonal. The others are `[B, H, N, C, D]`: since the start with the
+    token's own decay, to the end without it. J blocks of T tokens double until one is left.
     """
     since = log_decay_BHNCD.clamp(min=NOTHING)[..., None, :]  # [B, H, N, J, T, D], sums of logarithms
     until = torch.zeros_like(since)

@@ -13,7 +13,7 @@ from megatron_blackmamba.ops.delta.reference import advanced, read
 def delta_step(
     state_BHKV: Tensor, q_BHK: Tensor, k_BHK: Tensor, erase_BHK: Tensor, written_BHV: Tensor, log_decay_BHD: Tensor
 ) -> Tensor:
-    """Advance the state by one token in place and return y_BHV in q's dtype. Arguments are as for `delta`, without L."""
+    """Advance the state by one token in place and return y_BHV in q's dtype; arguments as for `delta`, without L."""
     q, k, erase, written, log_decay = (
         x.to(state_BHKV.dtype) for x in (q_BHK, k_BHK, erase_BHK, written_BHV, log_decay_BHD)
     )
