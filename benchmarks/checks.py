@@ -49,7 +49,7 @@ def measure(options: Any) -> dict[str, Any]:
         ways = {
             WITH: lambda: step_of_loop(checked),
             WITHOUT: lambda: step_of_loop(plain),
-            REPLICAS: checked.replicas.differing,
+            REPLICAS: checked.watch.differing,
         }
         seconds = _common.interleaved(ways, repeats=options.repeats, device="the wall", patience=float("inf"))
     took = {name: _common.median(runs) for name, runs in seconds.items()}

@@ -1,9 +1,10 @@
-"""One layer of Mamba, Mamba-2 and Mamba-3 at the same width, forward + backward.
+"""One layer of Mamba, Mamba-2, Mamba-3 and the delta rule at the same width, forward + backward.
 
-    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64 --rank 1] [--json]
+    python -m benchmarks.mixers [--hidden 1152 --length 512 --batch 1 --state 128 --head 64 --rank 1 --delta gdn]
 
 The defaults are one sequence of the 1.5B model's width. A layer is everything between norm and residual: projections,
-convolution where there is one, scan and gate. Mamba has its usual 16 states; --rank is Mamba-3's.
+convolution where there is one, scan and gate. Mamba has its usual 16 states; --rank is Mamba-3's. The delta rule has
+--state key and value channels a head, and two heads share a key, as in Qwen3-Next; --delta names its variant.
 """
 
 from collections.abc import Callable
@@ -17,15 +18,17 @@ from benchmarks import _common
 from megatron_blackmamba.config import load
 from megatron_blackmamba.layers import kinds_in
 from megatron_blackmamba.model import build
+from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.runtime import world
 
-PATTERN = "SRM"
+PATTERN = "SRGM"
 
 
 def main() -> None:
     parser = _common.arguments(__doc__)
     for name, default in (("hidden", 1152), ("length", 512), ("batch", 1), ("state", 128), ("head", 64), ("rank", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--delta", default="gdn", choices=("gdn", "kda", "gdn2"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     sizes = [
@@ -34,6 +37,11 @@ def main() -> None:
         for key in (f"head_dim={options.head}", f"state_size={options.state}")
     ]
     sizes += [f"model.hidden_size={options.hidden}", f"model.mamba3.rank={options.rank}"]
+    sizes += [f"model.delta.head_dim={options.state}", f"model.delta.key_dim={options.state}"]
+    sizes += [
+        f"model.delta.key_heads={max(1, options.hidden // options.state)}",
+        f"model.delta.variant={options.delta}",
+    ]
     overrides = [f"model.pattern={PATTERN}", "training.precision=fp32", *sizes]
     config = load("tiny", overrides)
     network = build(config, world.start(config.parallel))
@@ -55,7 +63,8 @@ def main() -> None:
 
 
 def both(mixer: nn.Module, x_SBD: Tensor) -> None:
-    mixer(x_SBD.clone().requires_grad_()).square().mean().backward()
+    tokens_BS = torch.zeros(x_SBD.shape[1], x_SBD.shape[0], dtype=torch.long)
+    mixer(x_SBD.clone().requires_grad_(), LayerInputs(tokens_BS)).square().mean().backward()
     mixer.zero_grad()
 
 

@@ -1,7 +1,7 @@
 """The values that `tests.fuzz_resume` draws from, by key, and why it leaves the other keys alone."""
 
 AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-LETTERS = "MSRE*-"
+LETTERS = "MSRGE*-"
 EXPERTS = {"model.experts": "4", "model.expert_hidden_size": "16"}
 WIDTHS = {
     "": {
@@ -17,6 +17,7 @@ WIDTHS = {
     "M": {"model.state_size": "4"},
     "S": {"model.mamba2.head_dim": "8", "model.mamba2.state_size": "4"},
     "R": {"model.mamba3.head_dim": "8", "model.mamba3.state_size": "4"},
+    "G": {"model.delta.head_dim": "8", "model.delta.key_dim": "4"},
     "E": EXPERTS,
     "*": {"model.attention.heads": "4"},
     "-": {"model.mlp_hidden_size": "16"},
@@ -77,6 +78,13 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.mamba3.rank": ("2",),
     "model.mamba3.a_floor": ("0.1",),
     "model.mamba3.output_norm": ("true",),
+    "model.delta.variant": ("kda", "gdn2"),
+    "model.delta.heads": ("6",),
+    "model.delta.key_heads": ("2", "4"),
+    "model.delta.key_dim": ("6", "16"),
+    "model.delta.head_dim": ("4", "16"),
+    "model.delta.decay_rank": ("2", "6"),
+    "model.delta.negative_eigenvalues": ("true",),
     "model.init.std": ("0.2",),
     "model.init.scale_outputs_by_depth": ("false",),
     "model.init.dt_min": ("0.01",),

@@ -144,7 +144,7 @@ class BlackMambaCache(Cache):
     def reset(self) -> None:
         """Forget everything."""
         made: dict[str, type] = {"attention": DynamicLayer}
-        made |= dict.fromkeys(("r", "mamba2", "mamba3"), RecurrentLayer)
+        made |= dict.fromkeys(("r", "mamba2", "mamba3", "delta"), RecurrentLayer)
         self.layers = [made.get(kind, DummyLayer)() for kind in self.kinds]
         self.seen = 0
         self.last_tokens: Tensor | None = None

@@ -34,7 +34,7 @@ class BlackMambaConfig(PretrainedConfig):
     Field names are those in the released config.json; fields that it lacks are additions.
 
     Args:
-        mamba_moe_layers: One entry per layer: "r" (Mamba), "mamba2", "mamba3", "attention", "mlp",
+        mamba_moe_layers: One entry per layer: "r" (Mamba), "mamba2", "mamba3", "delta", "attention", "mlp",
             or the number of experts.
         mamba2_heads: Heads of a "mamba2" layer. Default: expansion_factor * hidden_size / mamba2_head_dim.
         mamba2_head_dim: Channels per head of a "mamba2" layer.
@@ -46,6 +46,11 @@ class BlackMambaConfig(PretrainedConfig):
         mamba3_rank: Inputs and outputs of a head of a "mamba3" layer for each token (MIMO). 1: one of each (SISO).
         mamba3_a_floor: Smallest decay rate of a "mamba3" layer.
         mamba3_output_norm: Normalise each head's output of a "mamba3" layer by RMSNorm.
+        delta_variant: The gates and decays of a "delta" layer: "gdn", "kda" or "gdn2".
+        delta_heads, delta_head_dim: Heads of a "delta" layer and their value channels.
+        delta_key_heads, delta_key_dim: Groups of its heads that share queries and keys, and the channels of these.
+        delta_decay_rank: Numbers from which its decays follow, but for "gdn".
+        delta_negative_eigenvalues: Let its erase gates reach 2.
         num_attention_heads: Query heads of an "attention" layer.
         num_key_value_heads: Key and value heads of an "attention" layer. Default: num_attention_heads.
         head_dim: Channels per head of an "attention" layer. Default: hidden_size / num_attention_heads.
@@ -119,6 +124,13 @@ class BlackMambaConfig(PretrainedConfig):
         mamba3_rank: int = 1,
         mamba3_a_floor: float = 1e-4,
         mamba3_output_norm: bool = False,
+        delta_variant: str = "gdn",
+        delta_heads: int | None = None,
+        delta_key_heads: int | None = None,
+        delta_key_dim: int = 128,
+        delta_head_dim: int = 128,
+        delta_decay_rank: int | None = None,
+        delta_negative_eigenvalues: bool = False,
         num_experts_per_tok: int = 1,
         router_scores: str = "sigmoid",
         router_normalized: bool = False,
@@ -184,6 +196,13 @@ class BlackMambaConfig(PretrainedConfig):
         self.mamba3_rank = mamba3_rank
         self.mamba3_a_floor = mamba3_a_floor
         self.mamba3_output_norm = mamba3_output_norm
+        self.delta_variant = delta_variant
+        self.delta_heads = self.inner_size // delta_head_dim if delta_heads is None else delta_heads
+        self.delta_key_heads = self.delta_heads if delta_key_heads is None else delta_key_heads
+        self.delta_key_dim = delta_key_dim
+        self.delta_head_dim = delta_head_dim
+        self.delta_decay_rank = delta_key_dim if delta_decay_rank is None else delta_decay_rank
+        self.delta_negative_eigenvalues = delta_negative_eigenvalues
         self.num_experts_per_tok = num_experts_per_tok
         self.router_scores = router_scores
         self.router_normalized = router_normalized
@@ -231,10 +250,10 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
             )
         for kind in self.mamba_moe_layers:
-            if kind not in ("r", "mamba2", "mamba3", "attention", "mlp") and not (kind.isdecimal() and int(kind) > 0):
+            named = ("r", "mamba2", "mamba3", "delta", "attention", "mlp")
+            if kind not in named and not (kind.isdecimal() and int(kind) > 0):
                 raise ValueError(
-                    'mamba_moe_layers: an entry is "r", "mamba2", "mamba3", "attention", "mlp" or a number of experts, '
-                    f"not {kind!r}"
+                    f"mamba_moe_layers: an entry is {', '.join(map(repr, named))} or a number of experts, not {kind!r}"
                 )
             if kind.isdecimal() and not 1 <= self.num_experts_per_tok <= int(kind):
                 raise ValueError(f"num_experts_per_tok must be 1 to {kind}, not {self.num_experts_per_tok}")
@@ -242,6 +261,12 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
         if "mamba2" in self.mamba_moe_layers and self.mamba2_heads % self.mamba2_groups:
             raise ValueError(f"mamba2_heads {self.mamba2_heads} is not divisible by mamba2_groups {self.mamba2_groups}")
+        if "delta" in self.mamba_moe_layers and self.delta_heads % self.delta_key_heads:
+            raise ValueError(
+                f"delta_heads {self.delta_heads} is not divisible by delta_key_heads {self.delta_key_heads}"
+            )
+        if self.delta_variant not in ("gdn", "kda", "gdn2"):
+            raise ValueError(f'delta_variant must be "gdn", "kda" or "gdn2", not {self.delta_variant!r}')
         heads_of_group = self.mamba3_head_dim * self.mamba3_groups
         if "mamba3" in self.mamba_moe_layers and self.inner_size % heads_of_group:
             raise ValueError(

@@ -61,7 +61,7 @@ def rotated(x_BHLC: Tensor, first: int, theta: float) -> Tensor:
 
 
 def causal_conv1d(
-    x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor, *, initial_window: Tensor, reset_BL: Tensor | None
+    x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor | None, *, initial_window: Tensor, reset_BL: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Apply the depthwise convolution and SiLU; return y_BLI and the window for the next tokens."""
     L, K = x_BLI.shape[1], weight_IK.shape[1]
@@ -70,7 +70,7 @@ def causal_conv1d(
         y = F.conv1d(inputs.transpose(1, 2), weight_IK[:, None], bias_I, groups=x_BLI.shape[2]).transpose(1, 2)
         return F.silu(y), inputs[:, L:].clone()
     document = F.pad(reset_BL.long().cumsum(dim=1), (K - 1, 0))
-    y = inputs.new_zeros(()) + bias_I
+    y = inputs.new_zeros(()) if bias_I is None else inputs.new_zeros(()) + bias_I
     for k in range(K):  # the last tap is the token itself
         same = document[:, k : k + L] == document[:, K - 1 :]
         y = y + weight_IK[:, k] * inputs[:, k : k + L] * same[:, :, None]
@@ -178,6 +178,43 @@ def mamba3_rates(
     A = A.clamp_min(0) + 1 / (1 - A.clamp_max(0))
     own = torch.sigmoid(trap) * dt
     return -A.clamp_min(floor) * dt, own, dt - own, (torch.tanh(angle) * torch.pi)[..., None, :] * dt[..., None]
+
+
+def delta_rule(
+    q_BLHK: Tensor,
+    k_BLHK: Tensor,
+    erase_BLHK: Tensor,
+    written_BLHV: Tensor,
+    log_decay_BLHD: Tensor,
+    state_BHKV: Tensor,
+    reset_BL: Tensor | None,
+    chunk: int = 16,
+) -> tuple[Tensor, Tensor]:
+    """Run the gated delta rule in fp32; return y_BLHV and the last state.
+
+    What a token changes depends on what earlier ones of its chunk changed: a triangular system.
+    """
+    document_BL = torch.zeros(q_BLHK.shape[:2], device=q_BLHK.device) if reset_BL is None else reset_BL.cumsum(1)
+    last_B, y_parts = document_BL.new_zeros(len(q_BLHK)), []
+    for here in (slice(first, first + chunk) for first in range(0, q_BLHK.shape[1], chunk)):
+        q, k, erase, written, log_decay = (
+            x[:, here].transpose(1, 2) for x in (q_BLHK, k_BLHK, erase_BLHK, written_BLHV, log_decay_BLHD)
+        )
+        document_BT = document_BL[:, here]
+        same_BTT = (document_BT[..., None] == document_BT[:, None]).tril()
+        sums = log_decay.clamp_min(-1000.0).double().cumsum(2)  # in float64, differences keep the digits of small steps
+        between = (sums[:, :, :, None] - sums[:, :, None]).masked_fill(~same_BTT[:, None, :, :, None], -torch.inf)
+        left_BHTSK = between.to(q.dtype).exp() * k[:, :, None]
+        since, until = sums.to(q.dtype).exp(), (sums[:, :, -1:] - sums).to(q.dtype).exp()
+        since = since * (document_BT == last_B[:, None])[:, None, :, None]
+        until = until * (document_BT == document_BT[:, -1:])[:, None, :, None]
+        to_changes = (erase[:, :, :, None] * left_BHTSK).sum(-1)
+        own = written - (erase * since) @ state_BHKV
+        changes = torch.linalg.solve_triangular(to_changes, own, upper=False, unitriangular=True)
+        y_parts.append((q * since) @ state_BHKV + (q[:, :, :, None] * left_BHTSK).sum(-1) @ changes)
+        state_BHKV = since[:, :, -1, :, None] * state_BHKV + (k * until).mT @ changes
+        last_B = document_BT[:, -1]
+    return torch.cat(y_parts, dim=2).transpose(1, 2), state_BHKV
 
 
 def document_sums(x: Tensor, start: Tensor, reset_BL: Tensor | None, chunk: int = 64) -> Tensor:

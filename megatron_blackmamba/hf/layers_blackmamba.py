@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .functions_blackmamba import activated, attended, hashed, rotated, sinkhorn, widen
 from .recurrent_blackmamba import (
+    DeltaMixer,
     Mamba2Mixer,
     Mamba3Mixer,
     MambaMixer,
@@ -229,6 +230,8 @@ class Layer(GradientCheckpointingLayer):
             self.mixer = Mamba2Mixer(config, index)
         elif self.kind == "mamba3":
             self.mixer = Mamba3Mixer(config, index)
+        elif self.kind == "delta":
+            self.mixer = DeltaMixer(config, index)
         elif self.kind == "attention":
             self.mixer = Attention(config, index)
         elif self.kind == "mlp":

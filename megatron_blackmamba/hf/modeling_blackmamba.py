@@ -20,7 +20,16 @@ from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
 from .functions_blackmamba import capped, widen
 from .layers_blackmamba import FINAL_NORMS, Layer
-from .recurrent_blackmamba import Mamba2Mixer, Mamba3Mixer, MambaMixer, RMSNorm, TimeStep, linear, use_kernels
+from .recurrent_blackmamba import (
+    DeltaMixer,
+    Mamba2Mixer,
+    Mamba3Mixer,
+    MambaMixer,
+    RMSNorm,
+    TimeStep,
+    linear,
+    use_kernels,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -83,6 +92,7 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         # list that bf16 models obey too.
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
         of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
+        of_kinds["delta"] = ["A_log", "dt_bias"]
         of_kinds["mamba3"] = ["D", "dt_bias", "B_bias", "C_bias"]
         of_kinds["mamba3"] += ["mimo_x", "mimo_z", "mimo_o"] if config.mamba3_rank > 1 else []
         names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
@@ -104,6 +114,9 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, Mamba2Mixer) and not getattr(module.A_log, "_is_hf_initialized", False):
             module.A_log.uniform_(1.0, 16.0).log_()
             module.D.fill_(1.0)
+            _spread_time_steps(module.dt_bias)
+        elif isinstance(module, DeltaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
+            module.A_log.uniform_(1.0, 16.0).log_()
             _spread_time_steps(module.dt_bias)
         elif isinstance(module, Mamba3Mixer) and not getattr(module.dt_bias, "_is_hf_initialized", False):
             for part in module.exact():

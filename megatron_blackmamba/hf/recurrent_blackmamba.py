@@ -17,10 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import bounded, causal_conv1d, mamba3, mamba3_rates, normalized, selective_scan, ssd, widen
+from .functions_blackmamba import (
+    bounded,
+    causal_conv1d,
+    delta_rule,
+    mamba3,
+    mamba3_rates,
+    normalized,
+    selective_scan,
+    ssd,
+    widen,
+)
 
 try:
     from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
+    from megatron_blackmamba.ops.delta import delta as fast_delta
     from megatron_blackmamba.ops.mamba3 import Memory, Rates
     from megatron_blackmamba.ops.mamba3 import mamba3 as fast_mamba3
     from megatron_blackmamba.ops.matvec import product
@@ -109,7 +120,7 @@ class TimeStep(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The base class of Mamba, Mamba-2 and Mamba-3 layers."""
+    """The base class of Mamba, Mamba-2, Mamba-3 and delta rule layers."""
 
     layer: int
     conv1d: Convolution
@@ -336,3 +347,55 @@ class Mamba3Mixer(Recurrent):
             return new(rows, H, angles), new(rows, H, P, N), new(rows, H, R, N), new(rows, H, P)
         angle, B, x = token.split((angles, R * N, P), dim=-1)
         return angle, cache.get_recurrent_state(self.layer), B.unflatten(-1, (R, N)), x
+
+
+class DeltaMixer(Recurrent):
+    """The gated delta rule: in_proj [z | q | k | v | gates | decay], conv1d [q | k | v]."""
+
+    def __init__(self, config: Any, layer: int):
+        super().__init__()
+        H, G, K, V = config.delta_heads, config.delta_key_heads, config.delta_key_dim, config.delta_head_dim
+        D, by_channel = config.hidden_size, config.delta_variant != "gdn"
+        self.layer, self.fast, self.state_shape = layer, use_kernels(config), (H, K, V)
+        self.sigmoid = config.delta_variant == "kda"
+        self.largest = 2 if config.delta_negative_eigenvalues else 1
+        gates = (H * K, H * V) if config.delta_variant == "gdn2" else (H,)
+        R, decays = (config.delta_decay_rank, H * K) if by_channel else (H, H)
+        self.qkv = (G * K, G * K, H * V)
+        self.splits = (H * V, sum(self.qkv), *gates, R)
+        self.in_proj = linear(D, sum(self.splits), self.fast)
+        self.conv1d = Convolution(sum(self.qkv), sum(self.qkv), config.conv_dimension, groups=sum(self.qkv), bias=False)
+        self.conv1d.fast = self.fast
+        self.decay_proj = linear(R, decays, self.fast) if by_channel else None
+        self.dt_bias = nn.Parameter(torch.zeros(decays, dtype=torch.float32))
+        self.A_log = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        self.norm = HeadNorm(V, config.norm_eps)
+        self.out_proj = linear(H * V, D, self.fast)
+
+    def exact(self) -> tuple[nn.Parameter, ...]:
+        return self.A_log, self.dt_bias
+
+    def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
+        z, qkv, *gates, decay = self.in_proj(u_BLD).split(self.splits, dim=-1)
+        qkv, window, state = self.convolved(qkv, keep_BL1, reset_BL, cache, self.state_shape)
+        H, K, V = self.state_shape
+        q, k, v = widen(qkv).split(self.qkv, dim=-1)
+        q, k = (self.unit(x.unflatten(-1, (-1, K))) for x in (q, k))
+        q, v = q * K**-0.5, v.unflatten(-1, (H, V))
+        erase, *write = (torch.sigmoid(widen(gate).unflatten(-1, (H, -1))) for gate in gates)
+        written, erase = (write[0] if write else self.largest * erase) * v, self.largest * erase * k
+        dt = decay if self.decay_proj is None else self.decay_proj(decay)
+        dt = F.softplus(widen(dt) + self.dt_bias).unflatten(-1, (H, -1))
+        tokens = (q, k, erase, written, -torch.exp(self.A_log)[:, None] * dt)
+        if may_run(self.fast):
+            y, state = fast_delta(*tokens, initial_state_BHKV=state, reset_BL=reset_BL)
+        else:
+            y, state = delta_rule(*tokens, state, reset_BL)
+        self.remember(cache, window, state)
+        gate = torch.sigmoid(widen(z)) if self.sigmoid else F.silu(widen(z))
+        return self.out_proj((self.norm(y).flatten(2) * gate).to(u_BLD.dtype))
+
+    def unit(self, x: Tensor) -> Tensor:
+        """Return keys of length 1 for every head."""
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+        return x.repeat_interleave(self.state_shape[0] // x.shape[-2], dim=-2)

@@ -33,7 +33,7 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (F.rms_norm(x.float(), weight.shape[-1:], None, eps) * weight).to(x.dtype)
 
 
-def convolved(x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor, window_BWI: Tensor, inputs: Inputs) -> Tensor:
+def convolved(x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: Tensor, inputs: Inputs) -> Tensor:
     """Convolve tokens after those in the window, which moves on."""
     from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 

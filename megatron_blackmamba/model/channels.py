@@ -1,4 +1,4 @@
-"""Modules with a weight and a bias for each channel of this rank, and the convolution along the sequence.
+"""Modules with a weight and perhaps a bias for each channel of this rank, and the convolution along the sequence.
 
 Shapes: S sequence, B batch, I channels of this rank.
 """
@@ -15,15 +15,15 @@ from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
 
 
 class Channels(nn.Module):
-    """A weight and a bias for this rank's channels, split along the first axis.
+    """A weight and perhaps a bias for this rank's channels, split along the first axis.
 
     Subclasses compute in `forward`, and the mixer calls them as modules: only a module's call waits for its parameters
     while `training.overlap` gathers them.
     """
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None):
         super().__init__()
-        self.weight, self.bias = weight, without_decay(bias)
+        self.weight, self.bias = weight, None if bias is None else without_decay(bias)
 
 
 class Convolution(Channels):

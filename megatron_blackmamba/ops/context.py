@@ -1,10 +1,11 @@
 """Recurrences and causal windows over sequences that are cut into contiguous parts, one for each rank of a group.
 
-Over its part of a sequence, a recurrence whose decay is diagonal is an affine map of the state that it starts with:
+Over its part of a sequence, a linear recurrence is an affine map of the state that it starts with:
 
     end = decay * start + added
 
-A rank computes decay and added with a start of zero. All ranks gather the two, and each chains the maps of the ranks
+The decay is one number for each entry of the state, or for many, or a matrix for each head (`matmul` instead of `mul`).
+A rank computes decay and added without its start. All ranks gather the two, and each chains the maps of the ranks
 before it into its own start. The gradient of the state goes the other way. So ranks exchange the sizes of a state,
 whatever the length of the sequence, and no activations. One gather takes the place of log2(ranks) dependent messages.
 
@@ -24,21 +25,23 @@ from megatron_blackmamba.ops.gradients import first_order
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 """A NamedTuple: the arguments of an op."""
 Summary = tuple[Tensor, Tensor]
-"""decay and added; the decay may be one number for many entries of the state."""
+"""decay and added."""
+Applied = Callable[[Tensor, Tensor], Tensor]
+"""Applies a decay to a state: torch.mul or torch.matmul."""
 
 
 class Chain:
     """The parts of the same sequences on other ranks, as seen from one layer in one forward and backward pass."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, applied: Applied = torch.mul) -> None:
+        self.group, self.applied = group, applied
 
     def start(self, decay: Tensor, added: Tensor) -> Tensor:
         """Give what this part makes of its start, and return its start."""
         self.decays_G, added_G = gathered(decay, self.group), gathered(added, self.group)
         start = torch.zeros_like(added)
         for rank in range(self.group.rank()):
-            start = self.decays_G[rank] * start + added_G[rank]
+            start = self.applied(self.decays_G[rank], start) + added_G[rank]
         return start
 
     def grad_end(self, grad_start: Tensor, sequences: slice = slice(None)) -> Tensor:
@@ -46,7 +49,8 @@ class Chain:
         grads_G = gathered(grad_start, self.group)
         grad_end = torch.zeros_like(grad_start)
         for rank in range(self.group.size() - 1, self.group.rank(), -1):
-            grad_end = grads_G[rank] + self.decays_G[rank][sequences] * grad_end
+            decay = self.decays_G[rank][sequences]
+            grad_end = grads_G[rank] + self.applied(decay.mT if self.applied is torch.matmul else decay, grad_end)
         return grad_end
 
 
@@ -61,6 +65,7 @@ def scan_part(
     summarise: Callable[[Inputs], Summary],
     group: dist.ProcessGroup,
     inputs: Inputs,
+    applied: Applied = torch.mul,
 ) -> Tensor:
     """Return the output of `scan` for this rank's part of the sequences.
 
@@ -70,20 +75,20 @@ def scan_part(
     Args:
         scan: `scan(inputs, start)` returns the output and the final state; it must be differentiable.
         summarise: `summarise(inputs)` returns the decay of the part, and its final state from a zero state.
+        applied: What a decay does to a state.
     """
     if torch.is_grad_enabled():
-        y: Tensor = _ScanPart.apply(scan, summarise, group, type(inputs), *inputs)
+        y: Tensor = _ScanPart.apply(scan, summarise, Chain(group, applied), type(inputs), *inputs)
         return y
-    return scan(inputs, Chain(group).start(*summarise(inputs)))[0]
+    return scan(inputs, Chain(group, applied).start(*summarise(inputs)))[0]
 
 
 class _ScanPart(torch.autograd.Function):
     """The recurrence over one part, between parts whose states it needs, and which need its own."""
 
     @staticmethod
-    def forward(ctx, scan, summarise, group, kind, *arguments):
+    def forward(ctx, scan, summarise, chain, kind, *arguments):
         leaves = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-        chain = Chain(group)
         start = chain.start(*summarise(kind(*leaves)))
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
         for i in wanted:

@@ -121,6 +121,28 @@ class Mamba3Config(Section):
     """Normalise each head's output by RMSNorm before the gate."""
 
 
+class DeltaConfig(Section):
+    """Layers of the delta rule (`G`); they share `expand` and `conv_kernel` with Mamba-1 layers."""
+
+    rule = FIXED
+
+    variant: Literal["gdn", "kda", "gdn2"] = "gdn"
+    """gdn: Gated DeltaNet, one gate and decay a head. kda: Kimi Delta Attention, a decay for each key channel. gdn2:
+    Gated DeltaNet-2, gates for each channel as well."""
+    heads: int | None = Field(None, gt=0, le=WIDEST)
+    """Number of heads. null: expand × hidden_size / head_dim."""
+    key_heads: int | None = Field(None, gt=0, le=WIDEST)
+    """Groups of heads that share queries and keys; tensor parallelism splits them. null: as many as heads."""
+    key_dim: int = Field(128, gt=0, le=WIDEST)
+    """Key channels of a head, the rows of its state."""
+    head_dim: int = Field(128, gt=0, le=WIDEST)
+    """Value channels of a head; expand × hidden_size is divided into heads."""
+    decay_rank: int | None = Field(None, gt=0, le=WIDEST)
+    """Numbers from which a token's decays follow, with kda and gdn2. null: key_dim."""
+    negative_eigenvalues: bool = False
+    """Let erase gates reach 2 instead of 1, which turns what a state holds under a key around."""
+
+
 class InitConfig(Section):
     """Initial weights; they depend on the seed and a parameter's global name, never on the layout."""
 
@@ -248,6 +270,8 @@ class ModelConfig(Section):
     """Settings of Mamba-2 layers."""
     mamba3: Mamba3Config = Mamba3Config()
     """Settings of Mamba-3 layers."""
+    delta: DeltaConfig = DeltaConfig()
+    """Settings of layers of the delta rule."""
     init: InitConfig = InitConfig()
     """Initial weights."""
     multipliers: MultipliersConfig = MultipliersConfig()

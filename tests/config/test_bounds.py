@@ -63,6 +63,8 @@ FROM_ONE = [
     "model.mamba3.state_size",
     "model.mamba3.groups",
     "model.mamba3.rank",
+    "model.delta.key_dim",
+    "model.delta.head_dim",
     "model.shared_expert_hidden_size",
     "parallel.tensor",
     "parallel.pipeline",

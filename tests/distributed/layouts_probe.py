@@ -45,6 +45,9 @@ CUT = [
     "model.attention.kv_heads=2",
     "model.eod_reset=397",
 ]  # a letter that ends documents, so that some end where sequences are cut
+DELTA = ["model.pattern=GEGE", "model.delta.head_dim=16", "model.delta.key_dim=8", "model.delta.key_heads=4"]
+KDA = [*DELTA, "model.delta.variant=kda", "model.delta.decay_rank=6"]
+DELTA += ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true", "model.eod_reset=397"]
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP8 = [*BF16, "kernels.linear=fp8"]
@@ -86,8 +89,8 @@ MIXTRAL = [*TRANSFORMER_MOE, "model.final_norm=rms", "model.top_k=2", "model.rou
 MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.activation=relu2"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
-LONG = ("dp2", "ep2", "pp2", "tp2")
-LONG_FAMILIES = ("mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
+LONG = ("dp2", "ep2", "pp2", "tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
+LONG_FAMILIES = ("delta", "mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
 LONG_ROUTERS = ("solo", "cp2_ep2")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -122,6 +125,19 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "mamba2_ep2": (2, [*MAMBA2, "parallel.expert=2"]),
     "mamba2_tp2": (2, [*MAMBA2, "parallel.tensor=2"]),
     "mamba2_pp2": (2, [*MAMBA2, "parallel.pipeline=2", "training.recompute=layers"]),
+    "delta_solo": (1, DELTA),
+    "delta_cp2_tp2": (4, [*DELTA, "parallel.context=2", "parallel.tensor=2"]),
+    "delta_cp4": (4, [*DELTA, "parallel.context=4", "training.recompute=layers"]),
+    "delta_tp2_ep2": (4, [*DELTA, "parallel.tensor=2", "parallel.expert=2"]),
+    "delta_pp2": (2, [*DELTA, "parallel.pipeline=2"]),
+    "kda_solo": (1, KDA),
+    "kda_cp2": (2, [*KDA, "parallel.context=2"]),
+    "kda_tp2": (2, [*KDA, "parallel.tensor=2"]),
+    "gdn_solo": (1, [*KDA, "model.delta.variant=gdn", "model.delta.decay_rank=null"]),
+    "gdn_cp2_tp2": (
+        4,
+        [*KDA, "model.delta.variant=gdn", "model.delta.decay_rank=null", "parallel.context=2", "parallel.tensor=2"],
+    ),
     "mimo_solo": (1, MIMO),
     "mimo_cp2_tp2": (4, [*MIMO, "parallel.context=2", "parallel.tensor=2"]),
     "mimo_pp2_ep2": (4, [*MIMO, "parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),

@@ -15,7 +15,18 @@ pytestmark = pytest.mark.xdist_group("layouts")
 
 LAYOUTS = [name for name in RUNS if not name.endswith("solo")]
 EXACT = [name for name in LAYOUTS if not name.startswith(("bf16", "narrow", "fp8", "fp32"))]
-EVERYDAY = ("dp2", "ep2", "pp2", "tp2", "tp2_ep2", "cut_cp2_tp2", "mamba2_pp2", "mimo_cp2_tp2", "bf16_tp2")
+EVERYDAY = (
+    "dp2",
+    "ep2",
+    "pp2",
+    "tp2",
+    "tp2_ep2",
+    "cut_cp2_tp2",
+    "mamba2_pp2",
+    "mimo_cp2_tp2",
+    "bf16_tp2",
+    "delta_cp2_tp2",
+)
 EVERYDAY += ("stable_ep2", "ahead_tp2", "attentive_tp2_ep2", "nemotron_pp2")
 EVERYDAY += ("softmax_cp2_ep2", "expert_bias_tp2_ep2", "expert_choice_cp2_ep2")
 
@@ -34,6 +45,9 @@ def alone(name: str) -> str:
         "fp32",
         "cut",
         "shipped",
+        "delta",
+        "kda",
+        "gdn",
         "mamba2",
         "mimo",
         "parallel",

@@ -20,15 +20,17 @@ from tests.runtime.ranks import fork_ranks, import_once
 
 HEADS = ["model.mamba2.head_dim=16", "model.mamba2.state_size=8", "model.mamba2.groups=2", "model.mamba3.groups=2"]
 HEADS += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.attention.heads=4"]
+HEADS += ["model.delta.head_dim=16", "model.delta.key_dim=8", "model.delta.key_heads=4"]
 HEADS += ["model.attention.kv_heads=2", "model.mlp_hidden_size=96", "model.vocab_size=64"]
 MORE = ["model.mamba_norms=true", "model.mamba2.heads=6", "model.mamba3.rank=3", "model.mamba3.output_norm=true"]
 MORE += ["model.attention.qk_norm=true", "model.attention.head_dim=10", "model.gated=false", "model.activation=relu2"]
+MORE += ["model.delta.variant=gdn2", "model.delta.decay_rank=6", "model.delta.negative_eigenvalues=true"]
 MORE += ["model.shared_expert_hidden_size=48", "model.top_k=2", "model.router.kind=expert_bias"]
 import_extensions()
 HERE = {kind.letter for kind in layers.all_kinds()}
 ADDED = [kind for kind in (RunningMean, Fused, Untold) if kind.letter not in HERE]
 ALL = "".join(kind.letter for kind in (*layers.all_kinds(), *ADDED))
-MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSR*-E'", *MORE]}
+MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSRG*-E'", *MORE]}
 """A layer of each kind, the one that lies last, and of those with options with them."""
 
 

@@ -18,13 +18,17 @@ NAMES = {kind.name for kind in layers.all_kinds()}
 QUESTIONS = {"count", "endswith", "find", "get", "index", "pop", "startswith"}
 """Methods of strings and dicts that answer for the constant in them."""
 ALLOWED = {
+    ("settings/values.py", "G"): "a thousand million",
     ("settings/values.py", "M"): "a million",
+    ("data_tools/progress.py", "G"): "a thousand million",
     ("data_tools/progress.py", "M"): "a million",
+    ("plan/table.py", "G"): "a thousand million",
     ("plan/table.py", "M"): "a million",
     ("report/charts.py", "M"): "a million",
     ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
     ("ops/backends.py", "attention"): "a row of the table of kernels",
     ("ops/decoding/cpp.py", "E"): "an axis of a C++ argument",
+    ("ops/decoding/cpp.py", "G"): "an axis of a C++ argument",
     ("ops/decoding/cpp.py", "R"): "an axis of a C++ argument",
     ("ops/sinkhorn/cpp.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
@@ -46,6 +50,7 @@ ALLOWED = {
     ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
     ("launch/job.py", "-"): "the start of an option",
+    ("launch/job.py", "-G"): "an option of sbatch",
     ("training/metrics/base.py", "*"): "a wildcard in a metric's name",
 }
 """Constants that mean something else, with what they mean."""

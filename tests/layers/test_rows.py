@@ -10,7 +10,7 @@ from tests.layers.rows_probe import ALL, MODELS
 from tests.runtime.ranks import fork_script
 
 pytestmark = pytest.mark.xdist_group("new_kind")
-LAYERS = [("plain", letter) for letter in ALL] + [("more", letter) for letter in "MSR*-E"]
+LAYERS = [("plain", letter) for letter in ALL] + [("more", letter) for letter in "MSRG*-E"]
 FUSED = by_rows(8, z=6, x=6, B=(4, 4), dt=2)
 
 

@@ -9,8 +9,15 @@ from tests.model.conftest import place
 
 __all__ = ["place"]
 EOD, FIRST, OTHER, SECOND = 7, [3, 9, 4, 11], [20, 1, 1, 8], [5, 30, 2, 6, 12, 40]
-SMALL = ["model.pattern=M*R-S", "training.precision=fp64", "model.hidden_size=32", "model.vocab_size=64"]
-SMALL += ["model.mamba2.head_dim=16", "model.mamba3.head_dim=16", "model.attention.heads=4", "model.mlp_hidden_size=40"]
+SMALL = ["model.pattern=M*R-SG", "training.precision=fp64", "model.hidden_size=32", "model.vocab_size=64"]
+SMALL += [
+    "model.delta.head_dim=16",
+    "model.delta.key_dim=8",
+    "model.mamba2.head_dim=16",
+    "model.mamba3.head_dim=16",
+    "model.attention.heads=4",
+    "model.mlp_hidden_size=40",
+]
 SMALL += [f"model.eod_reset={EOD}"]
 
 
@@ -31,7 +38,7 @@ def test_a_change_to_one_document_leaves_the_others(across, rank, place):
 
 
 EXACT, ROUNDING = 0.0, 2e-15
-LAYERS = {"MM": EXACT, "**": EXACT, "--": EXACT, "SS": ROUNDING, "RR": ROUNDING}
+LAYERS = {"MM": EXACT, "**": EXACT, "--": EXACT, "SS": ROUNDING, "RR": ROUNDING, "GG": ROUNDING}
 ROUTERS = {"hash": ROUNDING, "softmax": ROUNDING, "quantile": ROUNDING, "expert_bias": ROUNDING}
 CASES = {**{f'model.pattern="{layers}"': most for layers, most in LAYERS.items()}}
 CASES |= {f"model.pattern=EE model.router.kind={kind}": most for kind, most in ROUTERS.items()}

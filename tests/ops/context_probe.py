@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
+from megatron_blackmamba.ops.delta import delta, delta_part
 from megatron_blackmamba.ops.mamba3 import mamba3
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
@@ -25,6 +26,8 @@ from megatron_blackmamba.ops.ssd.part import ssd_part
 from tests.ops import interpreted
 from tests.ops.implementations import ISAS, implementation
 from tests.ops.test_causal_conv1d import conv_inputs
+from tests.ops.test_delta import TOKENS
+from tests.ops.test_delta import problem as delta_inputs
 from tests.ops.test_mamba3 import problem as mamba3_inputs
 from tests.ops.test_mamba3 import rates_of
 from tests.ops.test_selective_scan import scan_inputs
@@ -37,7 +40,7 @@ BACKENDS = ("float64", "chunked", *(f"cpp-{isa}" for isa in ISAS[-1:]))
 INTERPRETED = ("triton",) if find_spec("triton") else ()
 MAMBA3 = {"mamba3": 1, "mimo": 3}
 """Operation -> inputs of a head."""
-OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt", "A_of_token", "trap", "angle"}
+OF_TIME = {"u", "delta", "B", "C", "z", "x", "dt", "A_of_token", "trap", "angle", *TOKENS}
 
 Leaves = dict[str, Tensor]
 
@@ -67,6 +70,13 @@ def scan_of_mamba3(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGrou
     return y.flatten(2)
 
 
+def scan_by_delta_rule(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None, backend: str) -> Tensor:
+    inputs = [leaves[name] for name in TOKENS]
+    if group is None:
+        return delta(*inputs, reset_BL=reset, backend=backend)[0].flatten(2)
+    return delta_part(*inputs, reset_BL=reset, group=group, backend=backend).flatten(2)
+
+
 def convolve(leaves: Leaves, reset: Tensor | None, group: dist.ProcessGroup | None, backend: str) -> Tensor:
     x, weight = leaves["x"], leaves["weight"]
     function = causal_conv1d if group is None else partial(causal_conv1d_part, group=group)
@@ -82,6 +92,8 @@ def problem(operation: str, reset: str) -> tuple[Leaves, Tensor | None]:
         tensors, reset_BL = ssd_inputs(L=40, H=5, P=1, G=1, N=4, without=("initial_state",), reset=RESETS[reset])
         tensors["dt_bias"] -= 3.0
         return tensors, reset_BL
+    elif operation == "delta":
+        return delta_inputs(L=40, H=1, K=6, V=5, state=False, reset=RESETS[reset])
     elif operation in MAMBA3:
         rank = MAMBA3[operation]
         tensors, reset_BL = mamba3_inputs(L=40, H=5, P=1, G=1, N=4, reset=RESETS[reset], R=rank)
@@ -107,6 +119,8 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
             return scan(leaves, reset, partial(selective_scan_part, group=group) if group else selective_scan, used)
         if operation == "ssd":
             return scan_of_mamba2(leaves, reset, partial(ssd_part, group=group) if group else ssd, used)
+        if operation == "delta":
+            return scan_by_delta_rule(leaves, reset, group, used)
         if operation in MAMBA3:
             return scan_of_mamba3(leaves, reset, group)
         return convolve(leaves, reset, group, "reference" if used == "chunked" else used)
@@ -122,7 +136,12 @@ def run(operation: str, reset_name: str, backend: str, group: dist.ProcessGroup 
 
 def cases() -> list[tuple[str, str, str]]:
     every = [(operation, reset, backend) for operation in ("scan", "conv") for reset in RESETS for backend in BACKENDS]
-    every += [(op, reset, backend) for op in ("ssd", *MAMBA3) for reset in RESETS for backend in ("float64", "chunked")]
+    every += [
+        (op, reset, backend)
+        for op in ("ssd", "delta", *MAMBA3)
+        for reset in RESETS
+        for backend in ("float64", "chunked")
+    ]
     return every + [(operation, "some", backend) for operation in ("scan", "conv", "ssd") for backend in INTERPRETED]
 
 

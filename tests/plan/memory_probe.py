@@ -21,6 +21,7 @@ from tests.runtime.ranks import fork_ranks, import_once
 
 MAMBA2 = ["model.pattern=SES", "model.mamba2.head_dim=16", "model.mamba2.state_size=32", "model.mamba2.groups=2"]
 MAMBA3 = ["model.pattern=RER", "model.mamba3.head_dim=16", "model.mamba3.state_size=32", "model.mamba3.groups=2"]
+DELTA = ["model.pattern=GEG", "model.delta.head_dim=16", "model.delta.key_dim=32", "model.delta.key_heads=4"]
 NORMS = ["model.mamba_norms=true", "model.attention.heads=4", "model.logit_softcap=30", "model.z_loss=0.01"]
 PARALLEL = ["model.pattern=MEMEME", "model.arrangement=parallel"]
 BIG_MLP = ["model.pattern=--", "model.hidden_size=256", "model.mlp_hidden_size=1024"]
@@ -71,6 +72,14 @@ CASES = {
     "mimo": (1, "tiny", [*MAMBA3, "model.mamba3.rank=3", "model.mamba3.output_norm=true"]),
     "mimo_tp2": (2, "tiny", [*MAMBA3, "model.mamba3.rank=2", "parallel.tensor=2", "training.precision=bf16"]),
     "mamba3_tp2": (2, "tiny", [*MAMBA3, "parallel.tensor=2", "training.precision=bf16"]),
+    "delta": (1, "tiny", DELTA),
+    "delta_cp2": (2, "tiny", [*DELTA, "model.pattern=GG", "parallel.context=2"]),
+    "delta_kda": (1, "tiny", [*DELTA, "model.delta.variant=kda"]),
+    "delta_gdn2_tp2": (
+        2,
+        "tiny",
+        [*DELTA, "model.delta.variant=gdn2", "parallel.tensor=2", "training.precision=bf16"],
+    ),
     "attention": (1, "tiny", ['model.pattern="*-*E"', "model.mlp_hidden_size=160", "model.attention.heads=4"]),
     "hybrid_cp2": (2, "tiny", [*HYBRID, "model.eod_reset=5", "parallel.context=2"]),
     "free_cp2": (2, "tiny", ['model.pattern="**"', *FREE, "parallel.context=2"]),
@@ -107,6 +116,7 @@ ONE_OF_EACH = {  # by letter, one layer in float64, where experts are plain prod
         *("model.hidden_size=48", "model.mlp_hidden_size=56", "model.expert_hidden_size=40", "model.vocab_size=272"),
         *("model.attention.heads=4", "model.attention.kv_heads=2", "model.mamba2.head_dim=8", "model.mamba2.groups=2"),
         *("model.mamba3.head_dim=8", "model.mamba3.groups=2"),
+        *("model.delta.head_dim=8", "model.delta.key_dim=12", "model.delta.key_heads=4"),
         "kernels.scan=reference",  # without matrix products
         *("model.router.kind=softmax", "model.top_k=2", "model.shared_expert_hidden_size=24"),
     ]

@@ -25,7 +25,17 @@ EVERYDAY = (
     "parallel_layers",
 )
 EVERYDAY += ("free_cp2", "many_heads", "many_heads_mimo", "relu2")
-EVERYDAY += ("mamba2_tp2", "mimo_tp2", "hybrid_cp2", "norms_tp2", "ahead_tp2", "nemotron", "expert_bias_ep2")
+EVERYDAY += (
+    "delta",
+    "delta_gdn2_tp2",
+    "mamba2_tp2",
+    "mimo_tp2",
+    "hybrid_cp2",
+    "norms_tp2",
+    "ahead_tp2",
+    "nemotron",
+    "expert_bias_ep2",
+)
 
 
 BYTES = ("weights", "gradients", "optimizer", "expert_weights", "expert_gradients")

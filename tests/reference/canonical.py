@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import Canonical, in_memory
-from megatron_blackmamba.settings import AttentionConfig, Mamba2Config, Mamba3Config, RouterConfig
+from megatron_blackmamba.settings import AttentionConfig, DeltaConfig, Mamba2Config, Mamba3Config, RouterConfig
 from tests.reference.checkpoint import Tiny
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!'-Ġ"
@@ -15,7 +15,7 @@ def config_of(model: Tiny) -> ModelConfig:
     given = model.config
     return ModelConfig(
         pattern="".join(
-            {"r": "M", "mamba2": "S", "mamba3": "R", "attention": "*", "mlp": "-"}.get(kind, "E")
+            {"r": "M", "mamba2": "S", "mamba3": "R", "delta": "G", "attention": "*", "mlp": "-"}.get(kind, "E")
             for kind in given["mamba_moe_layers"]
         ),
         vocab_size=given["vocab_size"],
@@ -46,6 +46,9 @@ def config_of(model: Tiny) -> ModelConfig:
         ),
         mamba3=Mamba3Config(
             **{name[7:]: given[name] for name in given if name.startswith("mamba3_")},
+        ),
+        delta=DeltaConfig(
+            **{name[6:]: given[name] for name in given if name.startswith("delta_")},
         ),
         expert_hidden_size=given["ffn_hidden_size"],
         activation=given["activation"],

@@ -44,7 +44,7 @@ def tiny(
 
     Args:
         layers: One character per layer: r for Mamba, a digit for that many experts (both as in the released config), a
-            for attention, m for a dense MLP, s for Mamba-2, t for Mamba-3.
+            for attention, m for a dense MLP, s for Mamba-2, t for Mamba-3, d for the delta rule.
         router: Fields of config.json for other routers.
     """
     config = {
@@ -55,7 +55,8 @@ def tiny(
         "vocab_size": vocab,
         "expansion_factor": 2,
         "mamba_moe_layers": [
-            {"a": "attention", "m": "mlp", "s": "mamba2", "t": "mamba3"}.get(layer, layer) for layer in layers
+            {"a": "attention", "m": "mlp", "s": "mamba2", "t": "mamba3", "d": "delta"}.get(layer, layer)
+            for layer in layers
         ],
         "ffn_hidden_size": ffn,
         "bias": False,
@@ -75,6 +76,8 @@ def tiny(
         config |= {"mamba2_head_dim": 8, "mamba2_state_size": 6, "mamba2_groups": 2}
     if "t" in layers:
         config |= {"mamba3_head_dim": 8, "mamba3_state_size": 8, "mamba3_groups": 2}
+    if "d" in layers:
+        config |= {"delta_head_dim": 8, "delta_key_dim": 6, "delta_key_heads": 2}
     config |= router
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _random(name, shape, generator) for name, shape in released_shapes(config).items()}
@@ -131,6 +134,21 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             layer |= {"mixer.in_proj.weight": (rows, D), "mixer.out_proj.weight": (D, inner)}
             if config.get("mamba3_output_norm"):
                 layer["mixer.norm.weight"] = (inner,)
+        elif kind == "delta":
+            heads, key, value = inner // config["delta_head_dim"], config["delta_key_dim"], config["delta_head_dim"]
+            variant, qkv = config.get("delta_variant", "gdn"), 2 * config["delta_key_heads"] * key + inner
+            gates = heads * (key + value) if variant == "gdn2" else heads
+            low, decays = (heads, heads) if variant == "gdn" else (config.get("delta_decay_rank", key), heads * key)
+            layer |= {
+                "mixer.in_proj.weight": (inner + qkv + gates + low, D),
+                "mixer.conv1d.weight": (qkv, 1, K),
+                "mixer.dt_bias": (decays,),
+                "mixer.A_log": (heads,),
+                "mixer.norm.weight": (value,),
+                "mixer.out_proj.weight": (D, inner),
+            }
+            if variant != "gdn":
+                layer["mixer.decay_proj.weight"] = (decays, low)
         elif kind == "attention":
             channels = config.get("head_dim", D // config["num_attention_heads"])
             queries = channels * config["num_attention_heads"]

@@ -79,6 +79,8 @@ def forward(weights: Mapping[str, Any], config: Mapping[str, Any], tokens: Seque
                 residual_D += _mamba2(mixer, config, states.setdefault(i, _new_state(mixer, config)), x_D)
             elif kind == "mamba3":
                 residual_D += _mamba3(mixer, config, last_tokens.setdefault(i, {}), x_D)
+            elif kind == "delta":
+                residual_D += _delta(mixer, config, states.setdefault(i, _new_delta_state(mixer, config)), x_D)
             elif kind == "attention":
                 residual_D += _attention(mixer, config, pasts.setdefault(i, []), x_D)
             elif kind == "mlp":
@@ -105,7 +107,7 @@ def _new_state(m: dict[str, np.ndarray], config: Mapping[str, Any] | None = None
 
 def _convolved(m: dict[str, np.ndarray], state: _State, x_I: np.ndarray) -> np.ndarray:
     state.window_KI = np.vstack([state.window_KI[1:], x_I])
-    y_I = m["conv1d.bias"].copy()
+    y_I = m["conv1d.bias"].copy() if "conv1d.bias" in m else np.zeros_like(x_I)
     for k in range(len(state.window_KI)):  # the last tap is the newest input
         y_I += m["conv1d.weight"][:, 0, k] * state.window_KI[k]
     return _silu(y_I)
@@ -155,6 +157,39 @@ def _mamba2(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, 
     parts = np.split(y_I * _silu(z_I), groups)
     normed_I = np.concatenate([part / np.sqrt(np.mean(part**2) + NORM_EPS) for part in parts])
     return m["out_proj.weight"] @ (normed_I * m["norm.weight"])
+
+
+def _new_delta_state(m: dict[str, np.ndarray], config: Mapping[str, Any]) -> _State:
+    channels, _, taps = m["conv1d.weight"].shape
+    return _State(
+        np.zeros((taps, channels)), np.zeros((len(m["A_log"]), config["delta_key_dim"], len(m["norm.weight"])))
+    )
+
+
+def _delta(m: dict[str, np.ndarray], config: Mapping[str, Any], state: _State, u_D: np.ndarray) -> np.ndarray:
+    """Compute as in the papers' equations: a matrix for each token, which erases, and one product, which writes."""
+    (heads, K, V), groups = state.ssm_IN.shape, config["delta_key_heads"]
+    variant, inner, keys = config.get("delta_variant", "gdn"), heads * V, groups * K
+    gates = [heads * K, heads * V] if variant == "gdn2" else [heads]
+    z_I, qkv, *gates, decay = np.split(m["in_proj.weight"] @ u_D, np.cumsum([inner, 2 * keys + inner, *gates]))
+    qkv = _convolved(m, state, qkv)
+    if variant != "gdn":
+        decay = m["decay_proj.weight"] @ decay
+    erase = 1 / (1 + np.exp(-gates[0].reshape(heads, -1))) * np.ones((heads, K))
+    write = 1 / (1 + np.exp(-gates[-1].reshape(heads, -1))) * np.ones((heads, V))
+    if config.get("delta_negative_eigenvalues"):
+        erase, write = 2 * erase, write if variant == "gdn2" else 2 * write
+    steps = np.logaddexp(0.0, decay + m["dt_bias"]).reshape(heads, -1) * np.ones((heads, K))
+    y_I = np.empty(inner)
+    for h in range(heads):
+        g = h // (heads // groups)
+        q, k = (qkv[start + g * K : start + (g + 1) * K] for start in (0, keys))
+        q, k = (x / np.sqrt(x @ x + 1e-6) for x in (q, k))
+        v = qkv[2 * keys + h * V : 2 * keys + (h + 1) * V]
+        forget = np.diag(np.exp(-np.exp(m["A_log"][h]) * steps[h]))
+        state.ssm_IN[h] = (np.eye(K) - np.outer(k, erase[h] * k)) @ forget @ state.ssm_IN[h] + np.outer(k, write[h] * v)
+        y_I[h * V : (h + 1) * V] = _rms_norm(state.ssm_IN[h].T @ q / np.sqrt(K), m["norm.weight"])
+    return m["out_proj.weight"] @ (y_I * (1 / (1 + np.exp(-z_I)) if variant == "kda" else _silu(z_I)))
 
 
 def _mamba3(

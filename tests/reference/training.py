@@ -129,6 +129,8 @@ def _layers(
             y_BSD = _mamba2(m, recipe, u_BSD)
         elif letter == "R":
             y_BSD = _mamba3(m, recipe, u_BSD)
+        elif letter == "G":
+            y_BSD = _delta(m, recipe, u_BSD)
         elif letter == "*":
             y_BSD = _attention(m, recipe, u_BSD)
         else:
@@ -158,7 +160,8 @@ def _convolved(m: dict[str, Tensor], x_BSI: Tensor) -> Tensor:
     taps = m["conv1d.weight"][:, 0]
     past = [torch.zeros_like(x_BSI[:, 0])] * (taps.shape[1] - 1) + list(x_BSI.unbind(1))
     rows = [
-        m["conv1d.bias"] + sum(taps[:, k] * past[t + k] for k in range(taps.shape[1])) for t in range(x_BSI.shape[1])
+        m.get("conv1d.bias", 0.0) + sum(taps[:, k] * past[t + k] for k in range(taps.shape[1]))
+        for t in range(x_BSI.shape[1])
     ]
     y_BSI = torch.stack(rows, 1)
     return y_BSI * torch.sigmoid(y_BSI)
@@ -204,6 +207,39 @@ def _mamba2(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
     y_BSI = torch.stack(rows, 1).flatten(2) * z_BSI * torch.sigmoid(z_BSI)
     weight = m["norm.weight"].view(G, -1)
     return _rms(y_BSI.unflatten(-1, (G, -1)), weight).flatten(-2) @ m["out_proj.weight"].T
+
+
+def _delta(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
+    """The gates and decays follow from the sizes: those of GDN, KDA, and GDN-2 with erase gates up to 2."""
+    H, V, G = len(m["A_log"]), len(m["norm.weight"]), recipe.groups
+    I, Q, by_channel = H * V, len(m["conv1d.weight"]), "decay_proj.weight" in m
+    K = (Q - I) // (2 * G)
+    projected = u_BSD @ m["in_proj.weight"].T
+    R = m["decay_proj.weight"].shape[1] if by_channel else H
+    gates = projected[..., I + Q : -R]
+    decay = projected[..., -R:] @ m["decay_proj.weight"].T if by_channel else projected[..., -R:]
+    qkv = _convolved(m, projected[..., I : I + Q])
+    group = [h // (H // G) for h in range(H)]
+    q, k = (qkv[..., first : first + G * K].unflatten(-1, (G, K))[:, :, group] for first in (0, G * K))
+    q, k = (x / ((x**2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    v = qkv[..., 2 * G * K :].unflatten(-1, (H, V))
+    if gates.shape[-1] == H:
+        erase = write = torch.sigmoid(gates)[..., None]
+    else:
+        erase = 2 * torch.sigmoid(gates[..., : H * K]).unflatten(-1, (H, K))
+        write = torch.sigmoid(gates[..., H * K :]).unflatten(-1, (H, V))
+    step = (1 + (decay + m["dt_bias"]).exp()).log().unflatten(-1, (H, -1))
+    kept = (-m["A_log"].exp()[:, None] * step).exp()
+    state, rows = torch.zeros(len(v), H, K, V, dtype=v.dtype), []
+    for t in range(u_BSD.shape[1]):
+        state = kept[:, t, :, :, None] * state
+        found = ((erase[:, t] * k[:, t])[..., None] * state).sum(-2)
+        state = state + k[:, t, :, :, None] * (write[:, t] * v[:, t] - found)[:, :, None]
+        rows.append((q[:, t, :, :, None] * state).sum(-2) / math.sqrt(K))
+    y = _rms(torch.stack(rows, 1), m["norm.weight"]).flatten(2)
+    z_BSI = projected[..., :I]
+    kimi = by_channel and gates.shape[-1] == H
+    return (y * (1 if kimi else z_BSI) * torch.sigmoid(z_BSI)) @ m["out_proj.weight"].T
 
 
 def _mamba3(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ SMALL = ["training.precision=fp64", "data.sequence_length=16", "training.global_
 SMALL += ["model.hidden_size=32", "model.vocab_size=64", "model.expert_hidden_size=24", "model.experts=4"]
 SMALL += ["model.mamba2.head_dim=16", "model.mamba2.state_size=6", "model.mamba2.groups=2", "model.state_size=8"]
 SMALL += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.mamba3.groups=2"]
+SMALL += ["model.delta.head_dim=16", "model.delta.key_dim=6", "model.delta.key_heads=2"]
 SMALL += ["model.attention.heads=4", "model.attention.kv_heads=2", "optimizer.weight_decay=0.1", "data.workers=0"]
 NORMS = ["model.mamba_norms=true", "model.attention.qk_norm=true"]
 LOSSES = ["model.z_loss=0.02", "model.router.z_loss=0.03"]
@@ -37,11 +38,14 @@ CASES = {
     "nothing": ("MS*E", "sinkhorn", []),
     "Mamba-3": ("RE", "sinkhorn", []),
     "Mamba-3 with a norm behind it": ("R", "sinkhorn", ["model.mamba3.output_norm=true"]),
+    "GDN": ("GE", "sinkhorn", []),
+    "KDA": ("GE", "softmax", ["model.router.aux_loss=0", "model.delta.variant=kda", "model.delta.decay_rank=4"]),
+    "GDN-2": ("GE", "sinkhorn", ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true"]),
     "Mamba-3 with several inputs": ("RR", "sinkhorn", ["model.mamba3.output_norm=true", "model.mamba3.rank=3"]),
 }
 
 
-EVERYDAY = ("width", "extra depth", "all, sinkhorn", "all, softmax", "Mamba-3")
+EVERYDAY = ("width", "extra depth", "all, sinkhorn", "all, softmax", "Mamba-3", "GDN-2")
 
 
 @pytest.mark.parametrize("name", unless(EVERYDAY, CASES))

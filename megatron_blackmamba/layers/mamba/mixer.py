@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.engine.parts.layers import leave_whole
@@ -56,6 +56,8 @@ class ConvolutionOfRows(Channels):
 
 class DeltaProjection(Channels):
     """The projection of dt from its low rank to the channels."""
+
+    bias: nn.Parameter
 
     def forward(self, dt_SBR: Tensor) -> tuple[Tensor, Tensor]:
         """Return the product and the bias, which the scan adds."""
