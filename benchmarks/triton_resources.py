@@ -272,6 +272,16 @@ def norm_launches(arch: int, reset: bool = False) -> None:
     (y.sum() + stream.sum()).backward()
 
 
+def gated_norm_launches(arch: int, reset: bool = False) -> None:
+    """Mamba-2's, whose gates are a part of in_proj's rows; and Mamba-3's, of each head and in front of the gate."""
+    from megatron_blackmamba.ops.gated_norm.triton import gated_rms_norm
+
+    rows = 2 * INNER + 2 * SSD_STATE + INNER // HEAD
+    for groups, norm_first in ((1, False), (INNER // HEAD, True)):
+        gate = bf16(BATCH * LENGTH, rows)[:, :INNER]
+        gated_rms_norm(bf16(BATCH * LENGTH, INNER), gate, bf16(INNER), groups, 1e-5, norm_first).sum().backward()
+
+
 def cross_entropy_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.cross_entropy.triton import losses_of
 
@@ -332,6 +342,7 @@ OPERATIONS = {
     "order": order_launches,
     "gated": gated_launches,
     "norm": norm_launches,
+    "gated norm": gated_norm_launches,
     "cross_entropy": cross_entropy_launches,
     "adam": adam_launches,
     "fp8": fp8_launches,

@@ -92,7 +92,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     return {
         1: Part("Correctness of what is new", 15, [
             Check("graphs", tests("tests/gpu/test_graphs.py")),
-            Check("kernels", tests(*(f"tests/gpu/test_{name}.py" for name in ("selective_scan", "decoding", "ssd")))),
+            Check("kernels", tests(*(f"tests/gpu/test_{name}.py" for name in ("selective_scan", "decoding", "ssd", "gated_norm")))),
             *sanitized,
         ]),
         2: Part("Layouts over NCCL on one card", 22, [
