@@ -146,7 +146,7 @@ def cuda_kernels(arch: int) -> list[Kernel]:
 
     found = []
     for channels in (1, 2):
-        defines = {"HAS_Z": 1, "HAS_RESET": 0, "SOFTPLUS": 1, "RAGGED": 0, "SAVE": 1, "CHANNELS": channels}
+        defines = {"HAS_Z": 1, "HAS_RESET": 0, "SOFTPLUS": 1, "RAGGED": 0, "SAVE": 1, "CHANNELS": channels, "LOG_A": 1}
         cubin = nvrtc.compile_source(cuda_launch.SOURCE, defines, f"sm_{arch}")
         usage = _output("cuobjdump", cubin, "-res-usage")
         for name, registers, stack in re.findall(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+)", usage):
