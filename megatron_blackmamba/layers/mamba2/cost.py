@@ -11,6 +11,7 @@ from megatron_blackmamba.layers.mamba2.kind import sizes
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
+
 class Mamba2Cost(Cost):
     elementwise = frozenset({"convolution"})
 

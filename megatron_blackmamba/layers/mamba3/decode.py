@@ -102,7 +102,8 @@ class Mamba3Decoding(Decoding):
 def _mixed(projected: Tensor, rows: Weight, layer: Mamba3Layer, model: ModelConfig, scan: Any) -> Tensor:
     def normed_I(y: Tensor, z: Tensor | None = None) -> Tensor:
         if z is not None:
-            return gated_rms_norm(y, z, layer.norm_I, rows.count("dt"), model.norm_eps, norm_first=True)  # type: ignore[arg-type]
+            weight_I: Any = layer.norm_I
+            return gated_rms_norm(y, z, weight_I, rows.count("dt"), model.norm_eps, norm_first=True)
         weight_HP = layer.norm_I.view(-1, model.mamba3.head_dim)  # type: ignore[union-attr]
         return normed(y.unflatten(-1, weight_HP.shape), weight_HP, model.norm_eps).flatten(-2)
 

@@ -86,7 +86,9 @@ class _Scan(torch.autograd.Function):
         dz = None if inputs.z_BLI is None else (ctx.z_gradient or empty_like_rows)(inputs.z_BLI)
         kept = Kept(with_channels_contiguous(dy), saved, raw_y)
         problem, parameters = Problem.of(inputs, ctx.log_A), (inputs.A_IN, inputs.D_I, inputs.delta_bias_I)
-        dA, dD, dbias = (None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in parameters)
+        dA, dD, dbias = (
+            None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in parameters
+        )
         grads = _run_backward(problem, kept, dend_BNI, ctx.plan, ctx.chain, dz, (dA, dD, dbias))
         du, ddelta, dB, dC, dstart_BNI = grads
         needed = Inputs(*ctx.needs_input_grad[4:])

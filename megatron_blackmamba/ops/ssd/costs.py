@@ -86,7 +86,7 @@ class Passes(NamedTuple):
 
 
 IN_PYTORCH = Passes(13, 49, 3, 30), Passes(53, 139, 31, 95)
-"""Forward and backward; fitted to rehearsals of nine shapes, within 6%. Backward repeats the segments' forward passes."""
+"""Forward and backward, which repeats the former; fitted to rehearsals of nine shapes, within 6%."""
 IN_TRITON = Passes(10, 21, 0, 27, 18), Passes(60, 60, 0, 85, 72)
 """The same where the scan runs in Triton; of eight shapes, within 6%."""
 
