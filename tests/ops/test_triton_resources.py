@@ -10,10 +10,10 @@ from benchmarks.triton_resources import OPERATIONS, disassembled, issue_slots, k
 
 pytestmark = pytest.mark.xdist_group("triton")
 KERNELS = {
-    "selective_scan": {"segment_ends", "forward", "chunk_parts", "carry", "backward"},
-    "selective_scan, recomputed": {"segment_ends", "forward", "chunk_parts", "carry", "backward"},
+    "selective_scan": {"segment_ends", "forward", "chunk_parts", "carry", "backward", "add_up"},
+    "selective_scan, recomputed": {"segment_ends", "forward", "chunk_parts", "carry", "backward", "add_up"},
     "ssd": {"sum_steps", "pass_states", "outputs", "of_heads", "of_groups"},
-    "causal_conv1d": {"convolve_forward", "convolve_backward"},
+    "causal_conv1d": {"convolve_forward", "convolve_backward", "add_up"},
     "sinkhorn": {"_find_offsets", "_choose"},
     "sinkhorn, large": {"_sum_columns", "_choose"},
     "order": {"count_pairs", "place_pairs"},
