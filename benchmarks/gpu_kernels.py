@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -191,6 +192,19 @@ def ssd_rows(machine: Machine, batch: int) -> list[Row]:
     return compare("ssd", batch, peers, bytes_moved / machine.bytes_a_ms)
 
 
+def gated_norm_rows(machine: Machine, batch: int) -> list[Row]:
+    from megatron_blackmamba.ops.gated_norm import gated_rms_norm
+
+    x, rows, weight = normal(batch, LENGTH, INNER), normal(batch, LENGTH, 2 * INNER + 2 * SSD_STATE), normal(INNER)
+
+    def by(backend: str) -> Tensor:
+        return gated_rms_norm(x, rows[..., :INNER], weight, 1, 1e-5, backend=backend)
+
+    names = {"triton": "triton", "PyTorch": "reference"}
+    peers = [Peer(name, partial(by, backend), [x, rows, weight]) for name, backend in names.items()]
+    return compare("gated norm", batch, peers, 3 * 2 * x.numel() / machine.bytes_a_ms)
+
+
 def convolution_rows(machine: Machine, batch: int) -> list[Row]:
     from megatron_blackmamba.ops.causal_conv1d import Inputs, triton
 
@@ -250,7 +264,7 @@ def main() -> None:
     if options.json != "-":
         print(json.dumps(machine.describe()))
     for batch in options.batch:
-        for rows_of in (scan_rows, ssd_rows, convolution_rows, sinkhorn_rows):
+        for rows_of in (scan_rows, ssd_rows, gated_norm_rows, convolution_rows, sinkhorn_rows):
             new = rows_of(machine, batch)
             rows += new
             result = json.dumps({"machine": machine.describe(), "rows": [asdict(row) for row in rows]}, indent=1)

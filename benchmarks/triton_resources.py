@@ -146,7 +146,7 @@ def cuda_kernels(arch: int) -> list[Kernel]:
 
     found = []
     for channels in (1, 2):
-        defines = {"HAS_Z": 1, "HAS_RESET": 0, "SOFTPLUS": 1, "RAGGED": 0, "SAVE": 1, "CHANNELS": channels}
+        defines = {"HAS_Z": 1, "HAS_RESET": 0, "SOFTPLUS": 1, "RAGGED": 0, "SAVE": 1, "CHANNELS": channels, "LOG_A": 1}
         cubin = nvrtc.compile_source(cuda_launch.SOURCE, defines, f"sm_{arch}")
         usage = _output("cuobjdump", cubin, "-res-usage")
         for name, registers, stack in re.findall(r"Function (\w+):\n\s*REG:(\d+) STACK:(\d+)", usage):
@@ -272,6 +272,16 @@ def norm_launches(arch: int, reset: bool = False) -> None:
     (y.sum() + stream.sum()).backward()
 
 
+def gated_norm_launches(arch: int, reset: bool = False) -> None:
+    """Mamba-2's, whose gates are a part of in_proj's rows; and Mamba-3's, of each head and in front of the gate."""
+    from megatron_blackmamba.ops.gated_norm.triton import gated_rms_norm
+
+    rows = 2 * INNER + 2 * SSD_STATE + INNER // HEAD
+    for groups, norm_first in ((1, False), (INNER // HEAD, True)):
+        gate = bf16(BATCH * LENGTH, rows)[:, :INNER]
+        gated_rms_norm(bf16(BATCH * LENGTH, INNER), gate, bf16(INNER), groups, 1e-5, norm_first).sum().backward()
+
+
 def cross_entropy_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.cross_entropy.triton import losses_of
 
@@ -332,6 +342,7 @@ OPERATIONS = {
     "order": order_launches,
     "gated": gated_launches,
     "norm": norm_launches,
+    "gated norm": gated_norm_launches,
     "cross_entropy": cross_entropy_launches,
     "adam": adam_launches,
     "fp8": fp8_launches,

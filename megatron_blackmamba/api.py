@@ -139,7 +139,7 @@ def export_hf(
 
     model: a model from `build`, a run, a checkpoint or another export.
     check: what the installed transformers loads to compare: "full", "short" (the first layers of each kind) or "none".
-    native: write a model of transformers without our code, of a family in docs/native_formats.md.
+    native: write a model of transformers without our code, of a family in docs/conversion.md.
     overwrite: replace what an earlier call wrote to the folder.
     """
     from megatron_blackmamba.interchange.convert import to_hf

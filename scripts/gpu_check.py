@@ -86,13 +86,14 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     small = ["tiny", "--rows", 1, 2, "--prompt", 16, "--repeats", 2] if REHEARSED else []
     nccl = ["--only", "dp2", "--steps", 3, "--no-drills"] if REHEARSED else []
     no_gpu, corpus = "needs a GPU" if REHEARSED else "", carried / "corpus.tar.xz" if carried else None
+    kernels = ("selective_scan", "decoding", "ssd", "gated_norm")
     before = "chunked" if REHEARSED else "triton"  # the scan that `auto` took until now
     no_sources = "" if carried and [*carried.glob("*.tar.gz")] else "needs the archives of gpu_carry.sh"
     corpus_words = ["--corpus", corpus] if corpus and corpus.is_file() else []
     return {
         1: Part("Correctness of what is new", 15, [
             Check("graphs", tests("tests/gpu/test_graphs.py")),
-            Check("kernels", tests(*(f"tests/gpu/test_{name}.py" for name in ("selective_scan", "decoding", "ssd")))),
+            Check("kernels", tests(*(f"tests/gpu/test_{name}.py" for name in kernels))),
             *sanitized,
         ]),
         2: Part("Layouts over NCCL on one card", 22, [

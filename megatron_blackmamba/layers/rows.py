@@ -59,9 +59,15 @@ class Weight:
         return self.groups * sum(sum(self.rows[name]) for name in names.split())
 
     def split(self, product: Tensor, *names: str) -> tuple[Tensor, ...]:
-        """Split what the matrix computes along its last axis; "x B C" keeps neighbours together. By default all."""
+        """Split what the matrix computes along its last axis; "x B C" keeps neighbours together. By default all.
+
+        The gradients of the parts are joined in the order of memory: `[B, S]` may be a view of `[S, B]`.
+        """
         assert self.groups == 1, "the parts of groups are no ranges of rows"
-        return product.split([self.count(each) for each in names or self.rows], dim=-1)
+        sizes = [self.count(each) for each in names or self.rows]
+        if product.dim() == 3 and product.stride(0) < product.stride(1):
+            return tuple(part.transpose(0, 1) for part in product.transpose(0, 1).split(sizes, dim=-1))
+        return product.split(sizes, dim=-1)
 
     def places(self) -> Iterator[tuple[str, slice]]:
         """Yield the name and the place of each part, in every group."""

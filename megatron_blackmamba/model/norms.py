@@ -62,14 +62,17 @@ class GatedNorm(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """The RMS norm of B or C, each group by itself."""
+    """The RMS norm of B or C, or of the scan's output in front of its gate, each group by itself."""
 
     def __init__(self, channels: int, groups: int, config: TransformerConfig):
         super().__init__()
         self.groups, self.eps = groups, config.layernorm_epsilon
         self.weight = without_decay(empty(channels, dtype=config.params_dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return the norm of x, with a gate times its SiLU."""
+        if gate is not None:
+            return gated_rms_norm(x, gate, self.weight, self.groups, self.eps, norm_first=True)
         compute = torch.promote_types(x.dtype, torch.float32)
         x_GN = x.to(compute).unflatten(-1, (self.groups, -1))
         normal_GN = F.rms_norm(x_GN, x_GN.shape[-1:], None, self.eps)

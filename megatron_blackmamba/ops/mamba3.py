@@ -48,7 +48,7 @@ from megatron_blackmamba.ops.ssd.turned import Inputs, Rates, document_sums, eac
 
 __all__ = ["Memory", "Rates", "gated", "mamba3", "mamba3_step"]
 
-BACKENDS = ("chunked", "triton")
+BACKENDS = ("auto", "triton", "chunked")
 
 
 class Memory(NamedTuple):
@@ -84,7 +84,7 @@ def mamba3(
         memory: What the tokens before have left.
         reset_BL: True at the first token of a document, which sees nothing of the ones before.
         group: Ranks with the other parts of these sequences, in order; then without a memory.
-        backend: "chunked", or "triton" for the scan itself.
+        backend: "chunked", or "triton" for the scan itself; "auto" takes it where it can.
     """
     require_dimensions("mamba3", "x", x_BLHP, 4)
     (B, L, H, P), (R, G, N) = x_BLHP.shape, B_BLRGN.shape[-3:]
@@ -123,7 +123,7 @@ def mamba3(
         x_BLHP, rates.steps, rates.own, next_BLH, angle_BLHS, B_BLRGN, C_BLRGN, B_bias_HRN, C_bias_HRN,
         D_H, mix_HRP, None if memory is None else _start(memory, before_BLH[:, 0], mix_HRP), reset_BL,
     )  # fmt: skip
-    scanner = backends.choose(ssd.__name__, BACKENDS, backend, inputs)
+    scanner = backends.choose(ssd.__name__, BACKENDS[1:], backend, inputs)
     if group is not None:
         return scan_cut(scanner, inputs, group), None
     y_BLHP, state_BHPN = scanner.scan(inputs)

@@ -88,3 +88,15 @@ def store_token(rows, stride, value, t, last, i, inside, EVEN: tl.constexpr):
         tl.store(row + i, value)
     else:
         tl.store(row + i, value, mask=inside & (t < last))
+
+
+@triton.jit
+def sum_of_rows(parts, P, width: tl.constexpr, x, inside, BLOCK: tl.constexpr, ROWS: tl.constexpr = 16):
+    """Add up columns x of a matrix `[P, width]` of partial sums, in a fixed order."""
+    rows = tl.arange(0, ROWS)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, P, ROWS):
+        p = first + rows
+        mask = (p < P)[:, None] & inside[None, :]
+        sums += tl.load(parts + p.to(tl.int64)[:, None] * width + x[None, :], mask=mask, other=0.0)
+    return tl.sum(sums, 0)

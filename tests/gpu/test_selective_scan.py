@@ -64,6 +64,23 @@ def cuda_scan():
     return cuda.scan
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_logarithm_of_decays_is_read(backend):
+    if why_not := available_backends()[backend]:
+        pytest.skip(why_not)
+    inputs = problem(2, 130, 256, dtype=torch.bfloat16)
+    exact = results(reference.scan, inputs, torch.float64)
+    exact["dA"] *= inputs["A"].double()  # the gradient of the logarithm
+    log, options = inputs | {"A": (-inputs["A"]).log()}, {"log_A": True, "return_final_state": True, "backend": backend}
+
+    def scan(given):
+        u, delta, A, B, C, D, z, bias, _, start, reset = given
+        more = {"z_BLI": z, "delta_bias_I": bias, "initial_state_BIN": start, "reset_BL": reset}
+        return selective_scan(u, delta, A, B, C, D, **more, **options)
+
+    assert_close(results(scan, log), exact, 1e-2)
+
+
 LAYOUTS = {
     "as they come": lambda x: x,
     "tokens first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

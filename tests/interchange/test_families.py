@@ -17,7 +17,7 @@ def test_pages_name_every_family(page):
 
 
 def test_native_formats_have_a_row_for_each_family():
-    text = (DOCS / "native_formats.md").read_text()
+    text = (DOCS / "conversion.md").read_text()
     assert [model_type for model_type in FAMILIES if f"| `{model_type}` |" not in text] == []
 
 

@@ -6,6 +6,7 @@ from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, causal_conv1d_s
 from megatron_blackmamba.ops.cross_entropy import cross_entropy
 from megatron_blackmamba.ops.experts import grouped_experts, grouped_linear
 from megatron_blackmamba.ops.gated import gated
+from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.matvec import matvec
 from megatron_blackmamba.ops.rms_norm import rms_norm
 from megatron_blackmamba.ops.selective_scan import selective_scan, selective_scan_step
@@ -48,6 +49,7 @@ OPS = {
                                         "weights_T": (T,)}),
     grouped_linear: (grouped_linear, {"x_TD": (T, D), "weight_EOD": (E, F, D)}),
     gated: (gated, {"gate_up_TG": (T, 2 * F), "weights_T": (T,)}),
+    gated_rms_norm: (gated_rms_norm, {"x": (T, D), "gate": (T, D), "weight_I": (D,)}),
     rms_norm: (rms_norm, {"x": (T, D), "weight_D": (D,)}),
     matvec: (matvec, {"weight_OI": (E, D), "x_BI": (T, D)}),
     cross_entropy: (cross_entropy, {"logits_TV": (T, E)}),
@@ -56,6 +58,7 @@ OTHERS = {
     grouped_experts: {"tokens_per_expert_E": torch.tensor([2, 4])},
     grouped_linear: {"tokens_per_expert_E": torch.tensor([2, 4])},
     gated: {"activation": "silu"},
+    gated_rms_norm: {"groups": 2, "eps": 1e-5},
     rms_norm: {"eps": 1e-5},
     cross_entropy: {"labels_T": torch.zeros(T, dtype=torch.int64)},
 }

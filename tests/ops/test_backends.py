@@ -143,7 +143,17 @@ def test_triton_router_says_what_it_cannot_take(monkeypatch, logits, reason):
 
 def test_each_op_names_its_backend_and_better_ones(monkeypatch):
     lines = dict(line.split(": ", 1) for line in backends.in_use())
-    ops = {"selective_scan", "causal_conv1d", "sinkhorn", "experts", "gated", "rms_norm", "cross_entropy", "ssd"}
+    ops = {
+        "selective_scan",
+        "causal_conv1d",
+        "sinkhorn",
+        "experts",
+        "gated",
+        "gated_norm",
+        "rms_norm",
+        "cross_entropy",
+        "ssd",
+    }
     assert ops | {"adam", "attention"} <= set(lines)
     assert "not triton: " in lines["gated"]
     monkeypatch.setattr(backends, "has_gpu", lambda: True)

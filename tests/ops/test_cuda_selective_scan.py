@@ -64,6 +64,16 @@ def errors(actual, exact):
     }
 
 
+def cuda_results_of_log(inputs):
+    """Results of the emulated scan, which is given log(-A)."""
+    emulator = Emulator(Path(folder().name))
+    nvrtc.launch, launch = emulator.launch, nvrtc.launch
+    try:
+        return results(partial(cuda.scan, log_A=True), inputs | {"A": (-inputs["A"]).log()})
+    finally:
+        nvrtc.launch = launch
+
+
 def exact_results(inputs):
     return results(reference.scan, inputs, dtype=torch.float64)
 
@@ -84,6 +94,13 @@ def test_emulated_kernels_match_the_reference(interpreted, features, shape, opti
     exact = exact_results(inputs)
     assert max(errors(actual, exact).values()) < TOLERANCE and actual.keys() == exact.keys()
     assert launched == ["scan_forward", "scan_backward", "sum_of_blocks"]
+
+
+def test_emulated_kernels_take_the_logarithm_of_decays(interpreted):
+    inputs = problem(2, 7, 128, 16, EVERYTHING, dtype=torch.bfloat16)
+    exact = exact_results(inputs)
+    exact["dA"] *= inputs["A"].double()  # the gradient of the logarithm
+    assert max(errors(interpreted(cuda_results_of_log, inputs), exact).values()) < TOLERANCE
 
 
 def test_emulated_segments_match_one_pass(interpreted):

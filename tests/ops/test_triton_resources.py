@@ -10,15 +10,16 @@ from benchmarks.triton_resources import OPERATIONS, disassembled, issue_slots, k
 
 pytestmark = pytest.mark.xdist_group("triton")
 KERNELS = {
-    "selective_scan": {"segment_ends", "forward", "chunk_parts", "carry", "backward"},
-    "selective_scan, recomputed": {"segment_ends", "forward", "chunk_parts", "carry", "backward"},
+    "selective_scan": {"segment_ends", "forward", "chunk_parts", "carry", "backward", "add_up"},
+    "selective_scan, recomputed": {"segment_ends", "forward", "chunk_parts", "carry", "backward", "add_up"},
     "ssd": {"sum_steps", "pass_states", "outputs", "of_heads", "of_groups"},
-    "causal_conv1d": {"convolve_forward", "convolve_backward"},
+    "causal_conv1d": {"convolve_forward", "convolve_backward", "add_up"},
     "sinkhorn": {"_find_offsets", "_choose"},
     "sinkhorn, large": {"_sum_columns", "_choose"},
     "order": {"count_pairs", "place_pairs"},
     "gated": {"gate_forward", "gate_backward"},
     "norm": {"norm_forward", "norm_backward"},
+    "gated norm": {"gated_norm_forward", "gated_norm_backward"},
     "cross_entropy": {"loss_and_gradient"},
     "adam": {"adam_update"},
     "fp8": {"round_rows"},
@@ -34,6 +35,8 @@ TILES = ("_rows", "pass_states", "outputs", "of_heads", "of_groups")
 SPILLED = {("forward", 90): 16, ("of_heads", 90): 64}
 """Bytes that a kernel stores outside its loop, for registers that its loop needs; all others store none."""
 
+SHARED = {"gated_norm_backward": 16384}
+"""Bytes of kernels whose rows lie at different distances, so that threads load different numbers of each."""
 SHARED_BY_TILES = 160 * 1024
 """Bytes of an A100, of which kernels that multiply tiles hold several in flight."""
 
@@ -53,7 +56,8 @@ def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
         spilled = SPILLED.get((kernel.name, kernel.arch), 0)
         assert kernel.spilled_bytes <= spilled, f"{kernel.name} spills {kernel.spilled_bytes} bytes on sm_{kernel.arch}"
         assert kernel.loop.count("LDL", "STL") == 0, f"{kernel.name} spills in its loop on sm_{kernel.arch}"
-        assert kernel.shared_bytes <= (SHARED_BY_TILES if kernel.name.endswith(TILES) else 8192)
+        shared = SHARED_BY_TILES if kernel.name.endswith(TILES) else SHARED.get(kernel.name, 8192)
+        assert kernel.shared_bytes <= shared, kernel.name
 
 
 def test_mamba2_scan_has_no_atomics(kernels):

@@ -1,5 +1,7 @@
 """The Triton scan, interpreted, against the definition in float64: values and every gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -162,6 +164,19 @@ def test_grouped_backward_is_bitwise_equal(interpreted):
     for name in ("y", "du", "ddelta", "dz", "dB", "dC", "dstart"):
         assert torch.equal(together[name], apart[name]), name
     assert_close(apart, {name: value.double() for name, value in together.items()}, 1e-6)
+
+
+def results_of_log(inputs):
+    from megatron_blackmamba.ops.selective_scan.triton import scan
+
+    return results(partial(scan, log_A=True), inputs | {"A": (-inputs["A"]).log()}, None)
+
+
+def test_takes_the_logarithm_of_decays(interpreted):
+    inputs = problem(3, 21, 36, 8)
+    exact = results(reference.scan, inputs, dtype=torch.float64)
+    exact["dA"] *= inputs["A"].double()  # the gradient of the logarithm
+    assert_close(interpreted(results_of_log, inputs), exact, 3e-6)
 
 
 def test_strided_gate_is_read_in_place(interpreted):

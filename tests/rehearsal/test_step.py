@@ -34,7 +34,7 @@ AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
         "masked_select: token_dispatcher.dispatch_postprocess": 1,
     },
 }
-LAUNCHES = {"M": (19, 76), "E": (62, 93), "*": (31, 31), "-": (9, 23), "S": (23, 70), "R": (154, 256)}
+LAUNCHES = {"M": (19, 62), "E": (62, 93), "*": (31, 31), "-": (9, 23), "S": (12, 42), "R": (95, 290)}
 """Bounds of launches forward and backward by letter; other kinds have OTHERS."""
 OF_PARTS = 20
 """More launches each way with parallel.context and model.eod_reset."""

@@ -11,7 +11,7 @@ from megatron_blackmamba.runtime.device import DeviceError
 from megatron_blackmamba.training.start.kernels import in_use, refuse_lost
 
 OPS = "megatron_blackmamba.ops"
-WITH_TRITON = ("cross_entropy", "gated", "rms_norm", "sinkhorn")
+WITH_TRITON = ("cross_entropy", "gated", "gated_norm", "rms_norm", "sinkhorn")
 
 
 def missing(monkeypatch):

@@ -109,15 +109,16 @@ class MambaMixer(MegatronModule):
             shared=partial(copy_to_tensor_model_parallel_region, group=self.tp_group),
         )
 
-        scan: Any = selective_scan
+        scan: Any = partial(selective_scan, log_A=True)
+        A_IN: Tensor = self.A_log
         if halves.gradient is not None:
-            scan = partial(selective_scan, z_gradient=halves.gradient.of_second_half)
+            scan = partial(scan, z_gradient=halves.gradient.of_second_half)
         if self.context is not None:
-            scan = partial(selective_scan_part, group=self.context)
+            scan, A_IN = partial(selective_scan_part, group=self.context), -torch.exp(A_IN)
         y_BSI = scan(
             halves.x_again_BLI,
             delta_SBI.transpose(0, 1),
-            -torch.exp(self.A_log),
+            A_IN,
             B_SBN.transpose(0, 1),
             C_SBN.transpose(0, 1),
             self.D,

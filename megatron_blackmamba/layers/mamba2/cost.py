@@ -11,9 +11,6 @@ from megatron_blackmamba.layers.mamba2.kind import sizes
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
-NORM_PASSES = ((3, 12), (6, 33))
-"""Conversions, and other reads or writes of a number, of the gated norm forward and backward."""
-
 
 class Mamba2Cost(Cost):
     elementwise = frozenset({"convolution"})
@@ -65,14 +62,13 @@ class Mamba2Cost(Cost):
             scan = costs.working_in_triton(at, I, H, GN // N, N)
         else:
             scan = costs.working(at, I, H, GN, N)
-        norm = at.whole * I * (at.width + 8 * max(FP32, at.width))
-        return max(self.kept(at), scan, norm)
+        each = 3 * at.width if at.device == "cuda" and at.width <= FP32 else at.width + 8 * max(FP32, at.width)
+        return max(self.kept(at), scan, at.whole * I * each)
 
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
         """Count projections, convolution, scan and norm where the scan runs in Triton.
 
-        The norm is PyTorch's operations, which move more bytes than the scan. The backward pass also joins the
-        gradients of parts of in_proj's output, and of x, B and C.
+        The backward pass also joins the gradients of parts of in_proj's output, and of x, B and C.
         """
         from megatron_blackmamba.ops.ssd import costs
 
@@ -81,9 +77,9 @@ class Mamba2Cost(Cost):
         if not costs.in_triton(at, I // H, N):
             return super().work(at)
         projections = [Work(at.width * at.whole * (D + X), 2 * D * X * at.whole) for X in (2 * I + 2 * GN + H, I)]
-        convolved, wide = at.width * at.whole * (I + 2 * GN), max(at.width, FP32)
+        convolved = at.width * at.whole * (I + 2 * GN)
         joined = 2 * convolved + 2 * at.width * at.whole * (2 * I + 2 * GN + H)
-        norms = [Work(at.whole * I * (rounded * (at.width + wide) + passes * wide)) for rounded, passes in NORM_PASSES]
+        norms = [Work(tensors * at.width * at.whole * I) for tensors in (3, 5)]
         forward, backward = costs.work_in_triton(at, I, N)
         forward = [*projections, Work(2 * convolved), *forward, norms[0], Work(launches=SMALL_KERNELS[0])]
         backward = [*projections, *projections, Work(4 * convolved), *backward, norms[1]]

@@ -46,7 +46,9 @@ class Mamba3Cost(Cost):
         each = width * (in_proj(at.model).shape[0] + (1 + R) * I + 2 * RGN)
         each += width * I if R == 1 else wide * (3 * R + copies - 1) * I
         each += wide * (9 * H + 2 * S + H * S + copies * 2 * RGN + 2 * R * at.model.mamba3.groups)
-        if at.model.mamba3.output_norm:
+        if at.model.mamba3.output_norm and R == 1:  # in one operation with the gate, which keeps its inputs
+            each += wide * H - width * I
+        elif at.model.mamba3.output_norm:
             each += R * (width * I + wide * (copies * I + H))
         start = FP32 * (I * at.model.mamba3.state_size + at.context * H) if at.context > 1 else 0
         return at.here * width * at.model.hidden_size + (at.whole * each + at.sequences * start) // at.tensor

@@ -16,6 +16,7 @@ from megatron_blackmamba.layers.mamba3.arithmetic import mixed
 from megatron_blackmamba.layers.mamba3.kind import MIX, in_proj, sizes
 from megatron_blackmamba.layers.recurrent import normed
 from megatron_blackmamba.layers.rows import Weight
+from megatron_blackmamba.ops.gated_norm import gated_rms_norm
 from megatron_blackmamba.ops.mamba3 import Memory, Rates, mamba3, mamba3_step
 from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.settings import ModelConfig
@@ -99,7 +100,10 @@ class Mamba3Decoding(Decoding):
 
 
 def _mixed(projected: Tensor, rows: Weight, layer: Mamba3Layer, model: ModelConfig, scan: Any) -> Tensor:
-    def normed_I(y: Tensor) -> Tensor:
+    def normed_I(y: Tensor, z: Tensor | None = None) -> Tensor:
+        if z is not None:
+            weight_I: Any = layer.norm_I
+            return gated_rms_norm(y, z, weight_I, rows.count("dt"), model.norm_eps, norm_first=True)
         weight_HP = layer.norm_I.view(-1, model.mamba3.head_dim)  # type: ignore[union-attr]
         return normed(y.unflatten(-1, weight_HP.shape), weight_HP, model.norm_eps).flatten(-2)
 

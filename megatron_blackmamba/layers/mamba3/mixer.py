@@ -24,7 +24,7 @@ from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.norms import GroupNorm, SharedNorm
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.context import several
-from megatron_blackmamba.ops.mamba3 import Rates, mamba3
+from megatron_blackmamba.ops.mamba3 import BACKENDS, Rates, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -39,7 +39,7 @@ class Mamba3Mixer(MegatronModule):
         model = config.described
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
-        self.backend = "triton" if config.kernels.ssd == "triton" else "chunked"
+        self.backend = config.kernels.ssd if config.kernels.ssd in BACKENDS else "chunked"
         ranks = self.tp_group.size()
         whole = in_proj(model)
         self.rows = whole.share(ranks)

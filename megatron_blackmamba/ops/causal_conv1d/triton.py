@@ -18,12 +18,13 @@ from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
 from megatron_blackmamba.ops.causal_conv1d.inputs import Inputs
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import empty_like_rows, with_channels_contiguous
-from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens
+from megatron_blackmamba.ops.triton_math import load_tokens, sigmoid, store_tokens, sum_of_rows
 from megatron_blackmamba.ops.triton_support import too_long
 
 TAKES = Takes("cuda", UP_TO_FP32)
 TAKES_ROWS = True
 BLOCK, WARPS, STEPS, TILE = 128, 1, 4, 128
+SUM_BLOCK, SUM_ROWS = 64, 32
 
 
 def unsupported(inputs: Inputs) -> str | None:
@@ -120,8 +121,13 @@ def _run_backward(inputs: Inputs, dy: Tensor, more: Tensor | None, dx: Tensor) -
         L, I, x.stride(0), x.stride(1), dy.stride(0), dy.stride(1), added.stride(0), added.stride(1),
         dx.stride(0), dx.stride(1), HAS_MORE=more is not None, **_switches(inputs),
     )  # fmt: skip
-    sums_TI = sums_BPTI.sum((0, 1))
-    return sums_TI[:K].flip(0).t().to(weight.dtype), None if bias is None else sums_TI[K].to(bias.dtype)
+    dweight = torch.empty(I, K, dtype=weight.dtype, device=x.device)
+    dbias = None if bias is None else torch.empty_like(bias)
+    add_up[(triton.cdiv((K + 1) * I, SUM_BLOCK),)](
+        sums_BPTI, dweight, dweight if dbias is None else dbias, B * tiles, I=I, K=K, HAS_BIAS=dbias is not None,
+        BLOCK=SUM_BLOCK, ROWS=SUM_ROWS, num_warps=4,
+    )  # fmt: skip
+    return dweight, dbias
 
 
 def _window_gradient(inputs: Inputs, dy: Tensor) -> Tensor:
@@ -138,8 +144,7 @@ def _window_gradient(inputs: Inputs, dy: Tensor) -> Tensor:
 
 def _tensors(inputs: Inputs) -> tuple[Tensor, ...]:
     x, weight, bias, _, window, reset = inputs
-    weight_KI = weight.t().float().contiguous()
-    return x, weight_KI, *(x if absent is None else absent for absent in (bias, window, reset))
+    return x, weight.contiguous(), *(x if absent is None else absent for absent in (bias, window, reset))
 
 
 def _switches(inputs: Inputs) -> dict:
@@ -161,11 +166,11 @@ def _load_input(x, window, row, L, x_l, I, i, inside, K: tl.constexpr, HAS_WINDO
 
 
 @triton.jit
-def _load_weights(weight_KI, I, i, inside, K: tl.constexpr):
+def _load_weights(weight_IK, i, inside, K: tl.constexpr):
     """Load the weights, one tuple entry per tap, the current token's first."""
     weights = ()
     for back in tl.static_range(K):
-        weights = weights + (tl.load(weight_KI + (K - 1 - back) * I + i, mask=inside, other=0.0),)
+        weights = weights + (tl.load(weight_IK + i * K + K - 1 - back, mask=inside, other=0.0).to(tl.float32),)
     return weights
 
 
@@ -187,14 +192,14 @@ def _advance(past, x_I, restarts, K: tl.constexpr, HAS_RESET: tl.constexpr):
 
 @triton.jit(do_not_specialize=["L"])
 def convolve_forward(
-    x, weight_KI, bias, window, reset, y, L, I, x_b, x_l, y_b, y_l,
+    x, weight_IK, bias, window, reset, y, L, I, x_b, x_l, y_b, y_l,
     K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
     BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < I
-    weights = _load_weights(weight_KI, I, i, inside, K)
+    weights = _load_weights(weight_IK, i, inside, K)
     bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
     x += b * x_b
     y += b * y_b
@@ -223,7 +228,7 @@ def convolve_forward(
 
 @triton.jit(do_not_specialize=["L"])
 def convolve_backward(
-    x, weight_KI, bias, window, reset, dy, more, dx, sums_BPTI,
+    x, weight_IK, bias, window, reset, dy, more, dx, sums_BPTI,
     L, I, x_b, x_l, dy_b, dy_l, more_b, more_l, dx_b, dx_l,
     K: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RESET: tl.constexpr,
     HAS_MORE: tl.constexpr, BLOCK_I: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
@@ -234,7 +239,7 @@ def convolve_backward(
     b = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     inside = i < I
-    weights = _load_weights(weight_KI, I, i, inside, K)
+    weights = _load_weights(weight_IK, i, inside, K)
     bias_I = tl.load(bias + i, mask=inside, other=0.0).to(tl.float32) if HAS_BIAS else tl.zeros((BLOCK_I,), tl.float32)
     x += b * x_b
     dy += b * dy_b
@@ -303,3 +308,17 @@ def convolve_backward(
     sums_BPTI += (b * tl.num_programs(2) + tl.program_id(2)) * (K + 1) * I
     for tap in tl.static_range(K + 1):
         tl.store(sums_BPTI + tap * I + i, sums[tap], mask=inside)
+
+
+@triton.jit(do_not_specialize=["P"])
+def add_up(
+    sums_PTI, dweight_IK, dbias_I, P,
+    I: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add up the partial sums of each tap, and of the bias behind them."""
+    x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    back, i = x // I, x % I
+    sums = sum_of_rows(sums_PTI, P, (K + 1) * I, x, back <= K, BLOCK, ROWS)
+    tl.store(dweight_IK + i * K + K - 1 - back, sums.to(dweight_IK.dtype.element_ty), mask=back < K)
+    if HAS_BIAS:
+        tl.store(dbias_I + i, sums.to(dbias_I.dtype.element_ty), mask=back == K)

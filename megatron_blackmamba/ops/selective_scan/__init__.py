@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
+import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
@@ -40,6 +41,7 @@ class Options(TypedDict, total=False):
     reset_BL: Tensor | None
     z_gradient: Callable[[Tensor], Tensor] | None
     keep_states: bool
+    log_A: bool
     backend: str
 
 
@@ -83,6 +85,7 @@ def selective_scan(
     return_final_state: bool = False,
     z_gradient: Callable[[Tensor], Tensor] | None = None,
     keep_states: bool = True,
+    log_A: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return y_BLI in u's dtype, or (y_BLI, final_state_BIN in fp32).
@@ -100,6 +103,7 @@ def selective_scan(
         return_final_state: Also return the state after the last token.
         z_gradient: Returns the tensor that z's gradient should be written to. Only "cuda" and "triton" use it.
         keep_states: Keep states for the backward pass, or recompute them in less memory; for "cuda" and "triton".
+        log_A: A_IN is log(-A), A_log of Mamba.
         backend: "auto" or a key of `megatron_blackmamba.ops.selective_scan.available_backends()`. "auto" takes a
             PyTorch backend for float64 u.
     """
@@ -108,7 +112,9 @@ def selective_scan(
     chosen = backend_for(inputs, backend)
     options: dict[str, Any] = {}
     if getattr(chosen, "TAKES_MEMORY_OPTIONS", False):
-        options = {"z_gradient": z_gradient, "keep_states": keep_states}
+        options = {"z_gradient": z_gradient, "keep_states": keep_states, "log_A": log_A}
+    elif log_A:
+        inputs = inputs._replace(A_IN=-torch.exp(A_IN))
     y_BLI, final_state_BIN = chosen.scan(inputs, **options)
     return (y_BLI, final_state_BIN) if return_final_state else y_BLI
 

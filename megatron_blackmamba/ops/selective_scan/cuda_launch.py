@@ -85,6 +85,7 @@ def _defines(p: Problem, save: bool, channels: int) -> dict[str, int]:
         "RAGGED": int(p.sizes[1] % STEP != 0),
         "SAVE": int(save),
         "CHANNELS": channels,
+        "LOG_A": int(p.log_A),
     }
 
 

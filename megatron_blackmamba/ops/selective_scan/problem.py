@@ -28,9 +28,11 @@ class Problem:
     bias: Tensor | None
     reset: Tensor | None
     softplus: bool
+    log_A: bool = False
+    """A_IN is log(-A)."""
 
     @staticmethod
-    def of(inputs: Inputs) -> "Problem":
+    def of(inputs: Inputs, log_A: bool = False) -> "Problem":
         D_I, z_BLI, delta_bias_I, softplus, _, reset_BL = inputs[5:]
         return Problem(
             u=with_channels_contiguous(inputs.u_BLI),
@@ -43,6 +45,7 @@ class Problem:
             bias=None if delta_bias_I is None else delta_bias_I.float(),
             reset=None if reset_BL is None else reset_BL.contiguous().view(torch.uint8),
             softplus=softplus,
+            log_A=log_A,
         )
 
     def part(self, some: slice) -> "Problem":
@@ -52,7 +55,8 @@ class Problem:
 
     @cached_property
     def A_NI(self) -> Tensor:
-        return self.A_IN.t().contiguous()
+        A_NI = self.A_IN.t().contiguous()
+        return A_NI.exp().neg_() if self.log_A else A_NI
 
     @cached_property
     def BC(self) -> Tensor:

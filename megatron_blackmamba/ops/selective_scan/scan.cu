@@ -47,6 +47,9 @@ struct Piece {
 // of a channel begin.
 DEVICE int saved_at(int channel, int half) { return (((channel & 1) * 2 + half) * (WIDTH / 2) + (channel >> 1)) * 8; }
 
+// The rate of a decay in powers of two, from A, or with LOG_A from log(-A).
+DEVICE float rate_of(float a) { return LOG2E * (LOG_A ? -power_of_2(a * LOG2E) : a); }
+
 struct Forward {
   const bf16 *u, *delta, *z, *B, *C;
   const float *A, *D, *bias, *starts;  // [I, N], [I], [I], [B, S, N, I]; D, bias and starts may be null
@@ -71,7 +74,7 @@ KERNEL void __launch_bounds__(FORWARD_THREADS, CHANNELS == 1 ? 5 : 6) scan_forwa
     const long long i = c0 + mine + c;
     UNROLL for (int n = 0; n < STATES; n += 4) load4(rate[c] + n, p.A + i * STATES + n);
     UNROLL for (int n = 0; n < STATES; ++n) {
-      rate[c][n] *= LOG2E;
+      rate[c][n] = rate_of(rate[c][n]);
       h[c][n] = p.starts ? p.starts[((b * gridDim.z + s) * STATES + n) * p.I + i] : 0.0f;
     }
     skip[c] = p.D ? p.D[i] : 0.0f;
@@ -215,7 +218,7 @@ KERNEL void __launch_bounds__(BACKWARD_THREADS, 2) scan_backward(const Backward 
     const long long i = c0 + mine + r;
     load4(rate[r], p.A + i * STATES + q * 4);
     UNROLL for (int j = 0; j < 4; ++j) {
-      rate[r][j] *= LOG2E;
+      rate[r][j] = rate_of(rate[r][j]);
       G[r][j] = p.ends ? p.ends[(segment_BS * STATES + q * 4 + j) * p.I + i] : 0.0f;
       dA[r][j] = 0.0f;
     }

@@ -30,6 +30,7 @@ from megatron_blackmamba.ops.triton_support import too_long
 TAKES = Takes("cuda", UP_TO_FP32)
 TAKES_CHAIN = TAKES_MEMORY_OPTIONS = True
 CARRY_BLOCK = 256
+SUM_BLOCK = 128
 SHORTEST_CHUNK = 32  # of any plan
 WARP = 32
 
@@ -49,26 +50,29 @@ def scan(
     chain: Chain | None = None,
     z_gradient: Callable[[Tensor], Tensor] | None = None,
     keep_states: bool = True,
+    log_A: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the scan; `chain` replaces the initial state by the other parts' and gives the final state no gradient.
 
     z_gradient: Returns the tensor for the gradient of its argument, z.
+    log_A: A_IN is log(-A), as Mamba keeps it.
     """
     plan = plan or plan_for(inputs.u_BLI, inputs.A_IN.shape[1], keep_states, scan)
-    return _Scan.apply(plan, chain, z_gradient, *inputs)
+    return _Scan.apply(plan, chain, z_gradient, log_A, *inputs)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, chain: Chain | None, z_gradient, *arguments):
+    def forward(ctx, plan: Plan, chain: Chain | None, z_gradient, log_A: bool, *arguments):
         inputs = Inputs(*arguments)
         start = inputs.initial_state_BIN
         start_BNI = None if start is None else start.float().transpose(1, 2).contiguous()
         save = any(ctx.needs_input_grad)
         with torch.cuda.device_of(inputs.u_BLI):
-            y, saved, raw_y, final_BNI = _run_forward(Problem.of(inputs), start_BNI, plan, save, chain)
+            y, saved, raw_y, final_BNI = _run_forward(Problem.of(inputs, log_A), start_BNI, plan, save, chain)
         ctx.set_materialize_grads(False)
         ctx.softplus, ctx.plan, ctx.chain, ctx.z_gradient = inputs.delta_softplus, plan, chain, z_gradient
+        ctx.log_A = log_A
         ctx.save_for_backward(*inputs._replace(delta_softplus=None, initial_state_BIN=None), saved, raw_y)
         return y, final_BNI.transpose(1, 2)
 
@@ -81,22 +85,27 @@ class _Scan(torch.autograd.Function):
         dend_BNI = None if dfinal is None else dfinal.float().transpose(1, 2).contiguous()
         dz = None if inputs.z_BLI is None else (ctx.z_gradient or empty_like_rows)(inputs.z_BLI)
         kept = Kept(with_channels_contiguous(dy), saved, raw_y)
-        grads = _run_backward(Problem.of(inputs), kept, dend_BNI, ctx.plan, ctx.chain, dz)
-        du, ddelta, dA, dB, dC, dD, dbias, dstart_BNI = grads
-        needed = Inputs(*ctx.needs_input_grad[3:])
+        problem, parameters = Problem.of(inputs, ctx.log_A), (inputs.A_IN, inputs.D_I, inputs.delta_bias_I)
+        dA, dD, dbias = (
+            None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in parameters
+        )
+        grads = _run_backward(problem, kept, dend_BNI, ctx.plan, ctx.chain, dz, (dA, dD, dbias))
+        du, ddelta, dB, dC, dstart_BNI = grads
+        needed = Inputs(*ctx.needs_input_grad[4:])
         return (
+            None,
             None,
             None,
             None,
             *Inputs(
                 du,
                 ddelta,
-                dA.to(inputs.A_IN.dtype),
+                dA,
                 dB.to(inputs.B_BLN.dtype),
                 dC.to(inputs.C_BLN.dtype),
-                D_I=None if inputs.D_I is None else dD.to(inputs.D_I.dtype),
+                D_I=dD,
                 z_BLI=dz,
-                delta_bias_I=None if inputs.delta_bias_I is None else dbias.to(inputs.delta_bias_I.dtype),
+                delta_bias_I=dbias,
                 delta_softplus=None,
                 initial_state_BIN=dstart_BNI.transpose(1, 2) if needed.initial_state_BIN else None,
             ),
@@ -156,8 +165,9 @@ def _run_backward(
     plan: Plan,
     chain: Chain | None,
     dz: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Write the gradient of z to dz, and return the others."""
+    parameters: tuple[Tensor | None, ...],
+) -> tuple[Tensor, ...]:
+    """Write the gradients of z, and of A, D and the bias, to the tensors given, and return the others."""
     B, L, I, N = p.sizes
     fp32 = {"device": p.u.device, "dtype": torch.float32}
     chunks = triton.cdiv(L, plan.backward_length(L))
@@ -178,9 +188,14 @@ def _run_backward(
             p.part(cut), kept.part(cut), None if dend_BNI is None else dend_BNI[cut],
             grads.part(cut), plan, None if chain is None else partial(chain.grad_end, sequences=cut),
         )  # fmt: skip
-    dA_NI, dD_I, dbias_I = (parts.sum((0, 1)) for parts in (grads.dA_BGNI, grads.dD_BGI, grads.dbias_BGI))
+    dA, dD, dbias = parameters
+    of_A, of_one = triton.cdiv(N * I, SUM_BLOCK), triton.cdiv(I, SUM_BLOCK)
+    triton_backward.add_up[(of_A + of_one,)](
+        grads.dA_BGNI, grads.dD_BGI, grads.dbias_BGI, p.A_IN, dA, p.or_u(dD), p.or_u(dbias), B * chunks, of_A,
+        HAS_D=dD is not None, HAS_BIAS=dbias is not None, LOG_A=p.log_A, I=I, N=N, BLOCK=SUM_BLOCK, num_warps=4,
+    )  # fmt: skip
     dB, dC = grads.dBC.split(N, dim=-1)
-    return grads.du, grads.ddelta, dA_NI.t(), dB, dC, dD_I, dbias_I, grads.dstart_BNI
+    return grads.du, grads.ddelta, dB, dC, grads.dstart_BNI
 
 
 def _backward_of_part(

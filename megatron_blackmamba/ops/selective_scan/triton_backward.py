@@ -31,6 +31,7 @@ from megatron_blackmamba.ops.triton_math import (
     sigmoid,
     store_token,
     store_tokens,
+    sum_of_rows,
 )
 
 SIZES_OF_PARTS = ["L", "u_b", "delta_b", "z_b", "dy_b", "dz_b"]
@@ -211,3 +212,27 @@ def backward(
         tl.store(dD_BGI + chunk_BG * I + i, dD_I, mask=inside)
         if chunk == 0:
             tl.store(state_at(dstart_BNI + b * N * I, n, i, I, False), G_NI, mask=inside[None, :])
+
+
+@triton.jit(do_not_specialize=["P"])
+def add_up(
+    dA_PNI, dD_PI, dbias_PI, A_IN, sum_A_IN, sum_D_I, sum_bias_I, P, of_A,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, LOG_A: tl.constexpr,
+    I: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of sequences and chunks: `of_A` programs the gradients of A, the others those of D and bias."""
+    if tl.program_id(0) < of_A:
+        x = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside, at = x < N * I, (x % I) * N + x // I
+        sums = sum_of_rows(dA_PNI, P, N * I, x, inside, BLOCK)
+        if LOG_A:
+            sums *= -tl.exp2(tl.load(A_IN + at, mask=inside, other=0.0) * LOG2E)
+        tl.store(sum_A_IN + at, sums.to(sum_A_IN.dtype.element_ty), mask=inside)
+    else:
+        i = (tl.program_id(0) - of_A) * BLOCK + tl.arange(0, BLOCK)
+        if HAS_D:
+            sums = sum_of_rows(dD_PI, P, I, i, i < I, BLOCK)
+            tl.store(sum_D_I + i, sums.to(sum_D_I.dtype.element_ty), mask=i < I)
+        if HAS_BIAS:
+            sums = sum_of_rows(dbias_PI, P, I, i, i < I, BLOCK)
+            tl.store(sum_bias_I + i, sums.to(sum_bias_I.dtype.element_ty), mask=i < I)

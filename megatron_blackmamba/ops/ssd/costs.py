@@ -23,9 +23,10 @@ instructions that was measured for the Triton kernels of the selective scan.
 """
 
 
-def in_triton(at: Sizes, P: int, N: int) -> bool:
+def in_triton(at: Sizes, P: int, N: int, R: int = 1) -> bool:
     """Return whether `kernels.ssd` takes the Triton kernels on this device."""
-    return at.device == "cuda" and at.ssd in ("auto", "triton") and at.width <= FP32 and max(P, N) <= WIDEST
+    fits = max(P, N) <= WIDEST and CHUNK % R == 0
+    return at.device == "cuda" and at.ssd in ("auto", "triton") and at.width <= FP32 and fits
 
 
 def heads_of_program(chunks: int, G: int, heads: int, N: int) -> int:
@@ -53,14 +54,19 @@ def work_in_triton(at: Sizes, I: int, N: int) -> tuple[list[Work], list[Work]]:
 
 
 def working(at: Sizes, I: int, H: int, GN: int, N: int, R: int = 1) -> int:
-    """Return the bytes that PyTorch's scan needs: gradients of the whole sequence, and fp32 copies in a segment.
+    """Return the bytes of a scan in segments: gradients of the whole sequence, and fp32 copies in a segment.
 
-    The copies are x, decays, scores, B and C, and the states of the segment's chunks. A chunk has CHUNK rows.
+    The copies are x, B and C; in PyTorch also decays, scores, and the states of the segment's chunks. Triton has these
+    states twice, in the dtype of the inputs. A chunk has CHUNK rows.
     """
     length = at.sequence // at.context
     batch = at.whole // length
     segment = max(1, CHUNK // R) * max(1, DECAYS[at.device] // (batch * H * CHUNK**2))
-    numbers = R * (9 * I + 2 * H * CHUNK + 3 * I * N // CHUNK + 5 * GN)
+    if in_triton(at, I // H, N, R):
+        in_chunks = 2 * at.width * I * N // CHUNK // FP32
+    else:
+        in_chunks = 2 * H * CHUNK + 3 * I * N // CHUNK
+    numbers = R * (9 * I + in_chunks + 5 * GN)
     return at.width * at.whole * (I + 2 * R * GN + H) + max(FP32, at.width) * batch * min(length, segment) * numbers
 
 
@@ -75,15 +81,20 @@ class Passes(NamedTuple):
     """Scores or decays inside a chunk, R * H * CHUNK."""
     angles: float
     """H * S."""
+    mixed: float = 0
+    """R * I where R is above 1."""
 
 
-FORWARD, BACKWARD = Passes(13, 49, 3, 30), Passes(53, 139, 31, 95)
-"""Fitted to rehearsals of nine shapes, within 6%; the backward pass repeats the forward pass of each segment."""
+IN_PYTORCH = Passes(13, 49, 3, 30), Passes(53, 139, 31, 95)
+"""Forward and backward, which repeats the former; fitted to rehearsals of nine shapes, within 6%."""
+IN_TRITON = Passes(10, 21, 0, 27, 18), Passes(60, 60, 0, 85, 72)
+"""The same where the scan runs in Triton; of eight shapes, within 6%."""
 
 
 def passes(at: Sizes, I: int, H: int, N: int, S: int, R: int) -> tuple[Work, Work]:
     """Return the traffic of a Mamba-3 layer between its projections, forward and backward. Bytes bound its products."""
-    numbers = Passes(R * H * N, R * I, R * H * CHUNK, H * S)
+    numbers = Passes(R * H * N, R * I, R * H * CHUNK, H * S, R * I * (R > 1))
     each = max(FP32, at.width) * at.whole
-    there, back = (sum(a * b for a, b in zip(count, numbers, strict=True)) for count in (FORWARD, BACKWARD))
+    counts = IN_TRITON if in_triton(at, I // H, N, R) else IN_PYTORCH
+    there, back = (sum(a * b for a, b in zip(count, numbers, strict=True)) for count in counts)
     return Work(each * there), Work(each * back)
