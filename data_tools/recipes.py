@@ -157,7 +157,7 @@ def _rule(path: str, item: Any, splitter: Any) -> Rule:
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise InputError(f"{path}: {name}: give its parameters as `{name}: {{parameter: value}}`")
-    parameters = inspect.signature(KINDS[name]).parameters
+    parameters = inspect.signature(KINDS[name].__init__).parameters
     settable = [each for each in parameters if each not in _NOT_SET]
     taken: dict[str, Any] = {}
     for key, value in given.items():

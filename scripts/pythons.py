@@ -53,8 +53,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for python in given.pythons:
         result = run(python)
         write_results([*(old for old in read_results() if old.python != result.python), result])
+        borders.PAGE.write_text(borders.page(borders.read_results()))  # now: the next run compares the two
         print(f"{result.python}: {'passed' if result.passed else 'FAILED'}: {result.said}", flush=True)
-    borders.PAGE.write_text(borders.page(borders.read_results()))
     return 0 if all(result.passed for result in read_results()) else 1
 
 

@@ -19,6 +19,10 @@ NEW_TOKENS = 8
 """Number of tokens that the model writes behind each prompt, with its cache."""
 
 
+class NoClassError(Exception):
+    """The installed transformers has no right class for a model, whatever its weights are."""
+
+
 def answer(folder: str, question: str, destination: str, code: str = "the folder's") -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -30,6 +34,8 @@ def answer(folder: str, question: str, destination: str, code: str = "the folder
     own_code = "auto_map" in config and code != "own"
     kind = {"trust_remote_code": True} if own_code else {"torch_dtype": torch.float32, "trust_remote_code": False}
     model = AutoModelForCausalLM.from_pretrained(folder, **kind).float().eval()  # fp32 before anything is rounded
+    if not own_code:
+        require_groups(model)
     if code == "own":
         with torch.inference_mode():
             save_file({"tokens": prompts, "logits": model(prompts).logits.float().contiguous()}, destination)
@@ -50,6 +56,14 @@ def answer(folder: str, question: str, destination: str, code: str = "the folder
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, destination)
 
 
+def require_groups(model: Any) -> None:
+    """Refuse a Mamba-2 layer that normalises all groups of heads as one, as transformers did before 5.23."""
+    groups = max(getattr(model.config, name, 1) for name in ("n_groups", "mamba_n_groups"))
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNormGated")]
+    if groups > 1 and any(not hasattr(norm, "group_size") for norm in norms):
+        raise NoClassError(f"{model.config.model_type} with {groups} groups, which it normalises as one")
+
+
 def config_of(folder: str) -> dict[str, Any]:
     with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
         config: dict[str, Any] = json.load(file)
@@ -67,9 +81,10 @@ def main() -> int:
 
             kind = config_of(sys.argv[1])["model_type"]
             if kind not in CONFIG_MAPPING:
-                told["no_class"] = kind
-                raise KeyError(kind)
+                raise NoClassError(kind)
         answer(*sys.argv[1:])
+    except NoClassError as error:
+        told |= {"no_class": str(error), "error": str(error)}
     except Exception as error:  # any: it is the user's tool that fails
         traceback.print_exc()
         words = " ".join(str(error).split())

@@ -132,6 +132,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "rename", renamed(rename))
     monkeypatch.setattr(os, "replace", renamed(replace))
+    monkeypatch.setattr(Path, "rename", lambda old, new: os.rename(old, new))  # Python 3.10's keeps its own functions
+    monkeypatch.setattr(Path, "replace", lambda old, new: os.replace(old, new))
     return seen
 
 

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 
+NORMS_GROUPS = Version(transformers.__version__) >= Version("5.23")
+WHY_NOT_GROUPS = "transformers before 5.23 normalises the groups of Mamba-2 as one"
 SIZES = {"vocab_size": 60, "hidden_size": 24}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20}
 MAMBA2 = {"mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 3, "ssm_state_size": 6, "chunk_size": 8}

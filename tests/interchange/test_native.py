@@ -20,7 +20,16 @@ from megatron_blackmamba.interchange import convert, hf, native, open, witness
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.hf import INDEX
 from tests.interchange.continued_probe import RUNS, STEPS
-from tests.interchange.native_grid import ODD, SIZES, differences, random_differences, tensors, write_model
+from tests.interchange.native_grid import (
+    NORMS_GROUPS,
+    ODD,
+    SIZES,
+    WHY_NOT_GROUPS,
+    differences,
+    random_differences,
+    tensors,
+    write_model,
+)
 from tests.reference import tiny
 from tests.reference.canonical import canonical
 from tests.runtime.ranks import fork_script
@@ -43,12 +52,21 @@ def back(theirs):
     return out
 
 
+@pytest.fixture
+def right_groups(request):
+    params = request.node.callspec.params
+    if params.get("theirs", params.get("model_type")) in ("mamba2", "granitemoehybrid") and not NORMS_GROUPS:
+        pytest.skip(WHY_NOT_GROUPS)
+
+
+@pytest.mark.usefixtures("right_groups")
 def test_imported_model_computes_as_in_transformers(theirs, tmp_path):
     logits, gradients = differences(shutil.copytree(theirs, tmp_path / "model"))
     assert logits < 1e-5 and gradients < 1e-5
 
 
 @thorough
+@pytest.mark.usefixtures("right_groups")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model_type", ODD)
 def test_random_models_compute_as_in_transformers(model_type, seed, tmp_path):
@@ -68,6 +86,7 @@ def test_imported_weights_are_exported_bit_exactly(theirs, back):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.usefixtures("right_groups")
 @torch.no_grad()
 def test_export_writes_the_same_text_without_code(back):
     assert not list(back.glob("*.py")) and "auto_map" not in json.loads((back / "config.json").read_text())
@@ -187,19 +206,37 @@ def test_import_is_checked_by_transformers_own_class(tmp_path, monkeypatch):
     assert not (tmp_path / "bad").exists()
 
 
-@pytest.mark.parametrize("reason", ["class", "memory", "export"])
+WITHOUT_MAMBA = "import transformers\ntransformers.CONFIG_MAPPING._mapping.pop('mamba')\n"
+WITHOUT_GROUPS = """
+from transformers.models.mamba2 import modeling_mamba2
+
+kind = modeling_mamba2.MambaRMSNormGated
+before = kind.__init__
+
+
+def after(self, *words, **named):
+    before(self, *words, **named)
+    self.__dict__.pop("group_size", None)
+
+
+kind.__init__ = after
+"""
+
+
+@pytest.mark.parametrize("reason", ["class", "groups", "memory", "export"])
 def test_import_says_when_transformers_was_not_asked(reason, tmp_path, monkeypatch):
-    keys = {**SIZES, **ODD["mamba"], "num_hidden_layers": 1}
+    family = "mamba2" if reason == "groups" else "mamba"
+    keys = {**SIZES, **ODD[family], "num_hidden_layers": 1}
     if reason == "export":
         hf.write(canonical(tiny("silu")), folder := tmp_path / "model")
         expected = "transformers does not read these files by itself"
     else:
-        folder = write_model("mamba", tmp_path / "model", **keys)
+        folder = write_model(family, tmp_path / "model", **keys)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        (tmp_path / "sitecustomize.py").write_text(
-            "import transformers\ntransformers.CONFIG_MAPPING._mapping.pop('mamba')\n" if reason == "class" else ""
-        )
+        (tmp_path / "sitecustomize.py").write_text({"class": WITHOUT_MAMBA, "groups": WITHOUT_GROUPS}.get(reason, ""))
         expected = r"transformers 5.* has no class for mamba"
+        if reason == "groups":
+            expected += "2 with 2 groups, which it normalises as one"
     if reason == "memory":
         monkeypatch.setattr(witness.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
         expected = "the whole model does not fit into the free memory"
