@@ -43,16 +43,16 @@ def test_steps_for_equal_loss_are_recovered():
 @pytest.mark.parametrize(
     "more, verdicts", [(0.05, {"(softmax_muon − softmax) is lower"}), (-0.05, {"(mamba_muon − mamba) is lower"})]
 )
-def test_other_gain_with_experts_is_found_with_its_sign(more, verdicts):
+def test_other_gain_with_experts_has_its_sign(more, verdicts):
     draw = np.random.default_rng(2)
     assert {differences.decide(simulated(draw, 0.8, more), GAINS).verdict for _ in range(50)} == verdicts
 
 
-def test_equal_gains_are_told_apart_as_often_as_the_interval_says():
-    """Of 1,000 simulated studies, 5% find a difference: within three standard errors of a count."""
+def test_equal_gains_rarely_differ():
+    """Of 400 simulated studies, 5% find a difference: within three standard errors of a count."""
     draw = np.random.default_rng(3)
-    found = [differences.decide(simulated(draw, 0.8), GAINS).verdict for _ in range(1000)]
-    assert sum("is lower" in verdict for verdict in found) == pytest.approx(50, abs=21)
+    found = [differences.decide(simulated(draw, 0.8), GAINS).verdict for _ in range(400)]
+    assert sum("is lower" in verdict for verdict in found) == pytest.approx(20, abs=13)
 
 
 def test_slower_muon_has_a_bound():
