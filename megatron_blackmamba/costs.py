@@ -35,6 +35,8 @@ class Sizes:
     """kernels.scan_states."""
     ssd: str = "auto"
     """kernels.ssd."""
+    clips: bool = False
+    """Whether optimizer.qk_clip looks at the logits of attention."""
 
     @property
     def sequences(self) -> int:

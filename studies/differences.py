@@ -94,7 +94,7 @@ class Decision:
         mean, half = statistics.fmean(self.differences), half_interval(self.differences) or 0.0
         if abs(mean) <= half:
             return "open, the interval contains 0"
-        return f"{self.declared.one if mean < 0 else self.declared.other} has the lower loss"
+        return f"{self.declared.sides[mean > 0]} {'is lower' if self.declared.gain_on else 'has the lower loss'}"
 
     @property
     def variances(self) -> tuple[float, float, float]:
@@ -118,6 +118,14 @@ class Equal:
     bounds: frozenset[int]
     """Seeds whose ratio is larger: the other's curve ends above the loss."""
 
+    @property
+    def described(self) -> str:
+        """Return the geometric mean over the seeds, with its 95% interval unless a seed has a bound alone."""
+        logs = [math.log(ratio) for ratio in self.by_seed.values()]
+        mean, half = statistics.fmean(logs), None if self.bounds else half_interval(logs)
+        within = "" if half is None else f" ({math.exp(mean - half):.2f} to {math.exp(mean + half):.2f})"
+        return f"{'> ' if self.bounds else ''}{math.exp(mean):.2f}{within}"
+
 
 def equal_losses(points: Sequence[Point], first: str, other: str, size: str) -> list[Equal]:
     """Return it at each budget where the other's curve reaches the loss in a seed; nothing is extrapolated.
@@ -137,3 +145,10 @@ def equal_losses(points: Sequence[Point], first: str, other: str, size: str) -> 
         if by_seed.keys() > bounds:
             found.append(Equal(other, each, by_seed, frozenset(bounds)))
     return found
+
+
+def flops_for_equal_loss(points: Sequence[Point], declared: PrimaryConfig) -> str | None:
+    """Return what part of the FLOPs `one` needs for the loss of `other` at the budget, over the declared seeds."""
+    own = [p for p in points if p.seed in declared.seeds]
+    found = equal_losses(own, declared.other, declared.one, declared.size)
+    return next((e.described for e in found if e.difference.budget == declared.budget and len(e.by_seed) > 1), None)

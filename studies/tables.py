@@ -119,13 +119,12 @@ def equal_losses(points: Sequence[Point], subjects: Sequence[str], where: str = 
     rows = []
     for first, other, size in _pairs(points, subjects):
         for equal in differences.equal_losses(points, first, other, size):
-            ratio, at = statistics.geometric_mean(equal.by_seed.values()), equal.difference
-            mean = f"{'> ' if equal.bounds else ''}{ratio:.2f}"
-            each = _each(equal.by_seed, ".2f", equal.bounds)
-            rows.append([first, other, size, short(at.budget), f"{at.per_parameter:.1f}", mean, each])
+            at, each = equal.difference, _each(equal.by_seed, ".2f", equal.bounds)
+            rows.append([first, other, size, short(at.budget), f"{at.per_parameter:.1f}", equal.described, each])
     words = (
-        "FLOPs of the other variant over those of the first, at which its curve reaches the same loss. Above 1, it"
-        " needs more. Nothing is extrapolated: > marks a seed whose curve ends above the loss."
+        "FLOPs of the other variant over those of the first, at which its curve reaches the same loss, with the 95%"
+        " interval over the seeds. Above 1, it needs more. Nothing is extrapolated: > marks a seed whose curve ends"
+        " above the loss."
     )
     columns = ("variant", "other", "size", "budget", "tokens per parameter", "FLOPs for the same loss", "by seed")
     return Table(f"Equal losses{where}", words, columns, rows)

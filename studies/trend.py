@@ -56,11 +56,14 @@ def decisions(evidence: Evidence, primary: Sequence[PrimaryConfig]) -> Iterator[
     """Yield what the declared comparisons say, and nothing of their losses before all seeds are finished."""
     for declared in primary:
         one = differences.decide(evidence.points, declared)
-        pair = f"Declared: {declared.one} − {declared.other}, size {declared.size}, budget {short(declared.budget)}"
+        sides = " − ".join(declared.sides)
+        pair = f"Declared: {sides}, size {declared.size}, budget {short(declared.budget)}"
         yield f"{pair}: {len(one.losses)} of {len(declared.seeds)} seeds are finished: {one.verdict}."
         if len(one.losses) == len(declared.seeds):
             parts = ", ".join(f"{value:.1e}" for value in one.variances)
             yield f"The difference is {mean_of(one.differences, '+')}; variances of seeds and rests: {parts}."
+            if declared.gain_on is None and (ratio := differences.flops_for_equal_loss(evidence.points, declared)):
+                yield f"{declared.one} needs {ratio} of the FLOPs for the loss of {declared.other}."
 
 
 def _compared(points: Sequence[Point], first: str, where: str) -> Iterator[str]:

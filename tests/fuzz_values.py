@@ -123,6 +123,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "optimizer.momentum": ("0.5",),
     "optimizer.matrices": ("whole",),
     "optimizer.newton_schulz": ("jordan",),
+    "optimizer.qk_clip": ("0.1",),
     "optimizer.weight_decay": ("0.1",),
     "optimizer.clip": ("0", "0.1"),
     "optimizer.distributed": ("false",),

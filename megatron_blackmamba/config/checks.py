@@ -19,6 +19,7 @@ def problem_of(run: RunConfig) -> Problem | None:
         ("optimizer", lambda: [" ".join(optimizers.problems(run.optimizer))]),
         ("", lambda: groups.problems(run)),
         ("", lambda: mup.problems(run)),
+        ("", lambda: _clipped(run)),
         ("", lambda: _without_experts(run)),
         ("", lambda: _in_fp8(run)),
         ("", lambda: _in_float64(run)),
@@ -75,6 +76,19 @@ def _without_experts(run: RunConfig) -> Iterator[str]:
     expert, pattern = run.parallel.expert, run.model.pattern
     if expert > 1 and not layers.routes(pattern):
         yield f"parallel.expert={expert}, but the pattern {pattern!r} has no layer with experts"
+
+
+def _clipped(run: RunConfig) -> Iterator[str]:
+    """Refuse a cap of logits that no layer computes, or that do not depend on the size of the weights."""
+    if run.optimizer.qk_clip is None:
+        return
+    if readers := layers.unread_keys(run.model.pattern).get("attention"):
+        yield f"optimizer.qk_clip: only {readers} have logits, and model.pattern={run.model.pattern} has none."
+    if run.model.attention.qk_norm:
+        yield (
+            "optimizer.qk_clip shrinks queries and keys, whose size model.attention.qk_norm=true removes. Leave out"
+            " one of them."
+        )
 
 
 def _in_fp8(run: RunConfig) -> Iterator[str]:

@@ -34,14 +34,14 @@ def group_of(parameter: str, model: ModelConfig) -> str:
     return "experts" if kind.routed else "mixers"
 
 
-def factors(parameter: str, run: RunConfig) -> tuple[float, float]:
+def factors(parameter: str, run: RunConfig, by_matrix: bool = False) -> tuple[float, float]:
     """Return the factors of learning rate and weight decay of a parameter.
 
     A width transfer divides the rate by the growth of the inputs. The decay is multiplied by it, so that each step
-    shrinks a weight by as much as in the base model.
+    shrinks a weight by as much as in the base model. by_matrix: updates are scaled instead (`mup.update_scales`).
     """
     group: GroupConfig = getattr(run.optimizer.groups, group_of(parameter, run.model))
-    growth = mup.growth(parameter, run.model)
+    growth = 1.0 if by_matrix else mup.growth(parameter, run.model)
     return group.learning_rate / growth, group.weight_decay * growth
 
 

@@ -46,6 +46,30 @@ def scale_initial(weight: "Tensor", parameter: str, model: ModelConfig) -> "Tens
     return weight
 
 
+def update_scales(parameter: str, model: ModelConfig) -> list[float]:
+    """Return the factor of an orthogonal update for each part of a weight.
+
+    Its largest singular value is as √(larger side). A stable change of what the part computes needs √(rows / columns).
+    """
+    if model.mup.base_width is None:
+        return [1.0]
+    if layers.mixer_of(parameter, model) is None:
+        return [growth(parameter, model) ** -0.5]
+    now, before = (_of_one(layers.weight_of(parameter, each)) for each in (model, model.base))
+    return [_share(now, part) / _share(before, part) for part in now.rows]
+
+
+def _of_one(declared: layers.Weight | layers.Stack | None) -> layers.Weight:
+    assert declared is not None
+    return declared.weight if isinstance(declared, layers.Stack) else declared
+
+
+def _share(weight: layers.Weight, part: str) -> float:
+    """Return the singular values that a part needs over those that its updates have."""
+    rows, columns = weight.count(part), weight.columns[-1]
+    return (rows / columns / max(rows, columns)) ** 0.5
+
+
 def readouts(kind: layers.LayerKind, model: ModelConfig) -> dict[str, list[slice]]:
     """Return the rows whose number is the same in the base model, by the weight's name in the mixer."""
     before = kind.weights(model.base)
@@ -68,6 +92,8 @@ def problems(run: RunConfig) -> Iterator[str]:
     if not optimizers.kind_of(run.optimizer.kind).widens:
         able = " or ".join(kind.name for kind in optimizers.all_kinds() if kind.widens)
         yield f"model.mup: optimizer.kind={run.optimizer.kind} has no rule for growing widths. Use {able}."
+    if run.optimizer.matrices == "whole":
+        yield "model.mup: the parts of a weight have updates of unequal size. Use optimizer.matrices=parts."
 
 
 def _shapes(kind: layers.LayerKind, model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -39,6 +39,8 @@ class Matrix(NamedTuple):
     columns: int
     axis: int | None
     """The axis along which tensor-parallel ranks have parts of it; None: each has it all."""
+    scale: float = 1.0
+    """Factor of its updates."""
 
     @property
     def rows(self) -> int:
@@ -96,12 +98,27 @@ class Shared(NamedTuple):
     matrices: list[Matrix]
 
 
+class Heads(NamedTuple):
+    """The queries and keys of an attention layer's heads, which `qk_clip` shrinks."""
+
+    shard: Tensor | None
+    """This rank's range of the weight; None where it owns no element of it."""
+    owned: Range
+    shape: tuple[int, int, int, int]
+    """Key heads, queries of each, channels, and columns of the weight. Rows are q, k and v of each key head."""
+    largest_H: Tensor
+    """The largest logit of each head of the batch on this rank; after the update, on all."""
+
+
 class Muon(Adam):
     """Adam's state and settings for vectors, embedding and head; momentum for matrices."""
 
     def __init__(self, *args: Any, momentum: float, steps: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.momentum, self.steps = momentum, steps
+        self.cap: float | None = None
+        """Of attention logits."""
+        self.heads: list[Heads] = []
         self.ranks: Any = None
         self.tensor_ranks: Any = None
         self.shared: list[Shared] = []
@@ -117,6 +134,10 @@ class Muon(Adam):
         self.shared, self.ranks, self.tensor_ranks, self._empty = list(weights), ranks, tensor_ranks, empty
         self._matrices = {weight.shard for weight in self.shared if weight.shard is not None}
         self._batches = list(self._in_batches())
+
+    def clip_heads(self, heads: list[Heads], cap: float) -> None:
+        """Shrink queries and keys of heads with larger logits than the cap, after each update."""
+        self.heads, self.cap = heads, cap
 
     def _in_batches(self) -> Iterator[list[Piece]]:
         """Yield the matrices that are updated at a time, each with an owner."""
@@ -153,7 +174,31 @@ class Muon(Adam):
                 assert shard is not None
                 group = groups[shard]
                 shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+        if self.heads:
+            self._clip()
         return loss
+
+    def _clip(self) -> None:
+        """Shrink queries and keys by the roots of cap / largest logit; queries alone where several share a key.
+
+        A shared key is left as it is, as in Kimi K2 (arXiv 2507.20534, section 2.1), since other heads read it too.
+        """
+        assert self.cap is not None
+        largest = torch.cat([layer.largest_H for layer in self.heads])
+        if self.ranks.size() > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks)
+        for layer, of_layer in zip(self.heads, largest.split([len(h.largest_H) for h in self.heads]), strict=True):
+            layer.largest_H.copy_(of_layer)
+            if layer.shard is None:
+                continue
+            groups, queries, channels, columns = layer.shape
+            factor_GQ = (self.cap / of_layer).where(of_layer > self.cap, 1.0).view(groups, queries, 1)
+            factors = factor_GQ.new_ones(groups, queries + 2, channels)
+            factors[:, :queries] = factor_GQ if queries > 1 else factor_GQ.sqrt()
+            if queries == 1:
+                factors[:, 1:2] = factor_GQ.sqrt()
+            whole = factors.flatten().repeat_interleave(columns)
+            layer.shard.mul_(whole[slice(*layer.owned)].to(layer.shard.dtype).view_as(layer.shard))
 
     def _update(self, group: dict[str, Any]) -> None:
         """Update by Adam what is no matrix."""
@@ -242,17 +287,18 @@ class Muon(Adam):
 
     def _orthogonal(self, mine: list[Piece], whole: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return the scaled orthogonal matrices, as flat as given; those of one shape are multiplied at once."""
-        alike: dict[tuple[int, int, int | None], list[Piece]] = defaultdict(list)
+        alike: dict[tuple[int, int, int | None, float], list[Piece]] = defaultdict(list)
         for piece in mine:
-            alike[piece.matrix.rows, piece.matrix.columns, piece.matrix.axis].append(piece)
+            shape = (piece.matrix.rows, *piece.matrix[1:])
+            alike[shape].append(piece)
         found: dict[int, Tensor] = {}
-        for (rows, columns, axis), pieces in alike.items():
+        for (rows, columns, axis, scale), pieces in alike.items():
             x_NRC = torch.stack([whole[id(piece)].view(rows, columns) for piece in pieces])
-            update_NRC = self._whole_update(x_NRC, axis)
+            update_NRC = self._whole_update(x_NRC, axis, scale)
             found |= {id(piece): update.flatten() for piece, update in zip(pieces, update_NRC, strict=True)}
         return found
 
-    def _whole_update(self, x_NRC: Tensor, axis: int | None) -> Tensor:
+    def _whole_update(self, x_NRC: Tensor, axis: int | None, scale: float) -> Tensor:
         """Gather matrices over the tensor-parallel ranks, and return this rank's part of their updates."""
         group, ranks = self.tensor_ranks, 1 if axis is None else self.tensor_ranks.size()
         along = 1 + (axis or 0)
@@ -260,7 +306,7 @@ class Muon(Adam):
             parts = [torch.empty_like(x_NRC) for _ in range(ranks)]
             dist.all_gather(parts, x_NRC.contiguous(), group)
             x_NRC = torch.cat(parts, along)
-        update_NRC = SCALE * max(x_NRC.shape[1:]) ** 0.5 * orthogonal(x_NRC, self.steps)
+        update_NRC = SCALE * scale * max(x_NRC.shape[1:]) ** 0.5 * orthogonal(x_NRC, self.steps)
         return update_NRC.chunk(ranks, along)[group.rank()] if ranks > 1 else update_NRC
 
 

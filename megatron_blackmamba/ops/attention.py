@@ -43,6 +43,7 @@ def attention(
     documents: Documents | None = None,
     group: dist.ProcessGroup | None = None,
     scale: float | None = None,
+    largest_H: Tensor | None = None,
 ) -> Tensor:
     """Return what each query finds, `[B, H, L, C]`.
 
@@ -50,12 +51,15 @@ def attention(
         documents: The documents that do not see each other (`documents_of`); None: all tokens are of one.
         group: Ranks with the other parts of these sequences, in order.
         scale: Factor of the scores; None: 1 / sqrt(C).
+        largest_H: Raised to each head's largest score, which costs another product of queries and keys.
     """
     first = 0
     if group is not None:
         k_BGLC, v_BGLC = (_Joined.apply(x, group) for x in (k_BGLC, v_BGLC))
         first = group.rank() * q_BHLC.shape[2]
-    elif documents is None:
+    if largest_H is not None:
+        _raise(largest_H, q_BHLC, k_BGLC, documents or _one(q_BHLC, k_BGLC), first, scale)
+    if group is None and documents is None:
         grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
         return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
     found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents or _one(q_BHLC, k_BGLC), first, scale)
@@ -77,6 +81,20 @@ def attention_after(
     """
     first = k_BGSC.shape[2] - q_BHLC.shape[2]
     return _blocks(q_BHLC, k_BGSC, v_BGSC, documents or _one(q_BHLC, k_BGSC), first, scale, hidden_BS)
+
+
+@torch.no_grad()
+def _raise(
+    largest_H: Tensor, q_BHLC: Tensor, k_BGSC: Tensor, documents: Documents, first: int, scale: float | None
+) -> None:
+    """Raise each head's number to its largest score, one head at a time, so that few scores are held at once."""
+    heads_per_group, scale = q_BHLC.shape[1] // k_BGSC.shape[1], scale or q_BHLC.shape[3] ** -0.5
+    for begin, end, low, high in _spans(documents, first, k_BGSC.shape[2]):
+        visible_BLS = _visible(documents.starts_BL[:, begin:end], first + begin, low, high)[:, 0]
+        for head, q_BLC in enumerate(q_BHLC[:, :, begin:end].unbind(1)):
+            scores_BLS = q_BLC @ k_BGSC[:, head // heads_per_group, low:high].mT
+            found = scores_BLS.masked_fill_(~visible_BLS, -torch.inf).amax() * scale
+            largest_H[head] = torch.maximum(largest_H[head], found)
 
 
 def _one(q_BHLC: Tensor, k_BGSC: Tensor) -> Documents:

@@ -60,6 +60,10 @@ class OptimizerKind(Kind, ABC):
         """Return the tensors that it keeps of one weight: `state`, unless weights differ."""
         return self.state
 
+    def orthogonalizes(self, weight: Tensor) -> bool:
+        """Return whether it updates a weight by orthogonal matrices."""
+        return False
+
     def number_bytes(self, settings: OptimizerConfig, full: int) -> int:
         """Return the bytes of one number of its state, where one in full precision takes `full` bytes."""
         return full

@@ -21,10 +21,11 @@ class Muon(OptimizerKind):
     """`optimizer.kind: muon`; `engine/muon.py` has the update."""
 
     name = "muon"
-    keys = ("momentum", "beta1", "beta2", "eps", "moments", "matrices", "newton_schulz")
+    keys = ("momentum", "beta1", "beta2", "eps", "moments", "matrices", "newton_schulz", "qk_clip")
     state = ("momentum_buffer",)
     sharding = True
     by_matrix = True
+    widens = True
     unsharded = Cannot("a matrix is updated by one of the ranks that share it")
 
     def number_bytes(self, settings, full):
@@ -39,13 +40,9 @@ class Muon(OptimizerKind):
         }
 
     def keeps(self, weight: Tensor) -> tuple[str, ...]:
-        return self.state if orthogonalizes(weight) else ("exp_avg", "exp_avg_sq")
+        return self.state if self.orthogonalizes(weight) else ("exp_avg", "exp_avg_sq")
 
-
-def orthogonalizes(weight: Tensor) -> bool:
-    """Return whether Muon, not Adam, updates a weight."""
-    if getattr(weight, BY_ADAM, False) or getattr(weight, NO_DECAY, False) or getattr(weight, EMBEDDING_OR_HEAD, False):
-        return False
-    declared = getattr(weight, DECLARED, None)
-    stacked = hasattr(declared, "parts")
-    return stacked or weight.dim() == 2
+    def orthogonalizes(self, weight):
+        if any(getattr(weight, mark, False) for mark in (BY_ADAM, NO_DECAY, EMBEDDING_OR_HEAD)):
+            return False
+        return hasattr(getattr(weight, DECLARED, None), "parts") or weight.dim() == 2

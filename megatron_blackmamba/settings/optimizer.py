@@ -94,6 +94,8 @@ class OptimizerConfig(Section):
     """What muon makes orthogonal: each part of a fused weight, such as x and z of in_proj, or the weight as a whole."""
     newton_schulz: Literal["quintic", "jordan"] = "quintic"
     """Coefficients of muon's five Newton-Schulz steps. quintic ends nearer to an orthogonal matrix."""
+    qk_clip: float | None = Field(None, gt=0)
+    """Cap of attention logits with muon: an update shrinks queries and keys of heads above it. null: none."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of matrices; vectors, norms and A_log have none."""
     clip: float = Field(1.0, ge=0)

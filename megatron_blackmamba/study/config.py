@@ -95,10 +95,24 @@ class PrimaryConfig(Section):
 
     one: str
     other: str
+    gain_on: tuple[str, str] | None = None
+    """Compare what `one` and `other` gain on these two: the loss of each less that of its own."""
     size: str
     budget: int
     seeds: list[int] = Field(min_length=2)
     """All of them decide; with fewer there is no conclusion."""
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Return all variants of the comparison."""
+        return (self.one, self.other, *(self.gain_on or ()))
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """Return the words for both sides."""
+        if self.gain_on is None:
+            return self.one, self.other
+        return f"({self.one} − {self.gain_on[0]})", f"({self.other} − {self.gain_on[1]})"
 
 
 class CorpusConfig(Section):
@@ -202,7 +216,7 @@ class StudyConfig(Section):
                 raise ValueError(f"series.{number}: best_rate chooses {RATE}. Remove it from the grid")
         for number, pair in enumerate(self.primary):
             points = {(variant, size, n) for variant in self.variants for size, all in self.tokens.items() for n in all}
-            if not {(each, pair.size, pair.budget) for each in (pair.one, pair.other)} <= points:
+            if not {(each, pair.size, pair.budget) for each in pair.variants} <= points:
                 raise ValueError(f"primary.{number}: no such variant, size or budget in this study")
         if self.length is not None and self.has_branches:
             raise ValueError("length is measured in studies with one budget for each size: remove it, or the budgets")

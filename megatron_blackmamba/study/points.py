@@ -280,18 +280,22 @@ def _of_results(results: list[Any], study: Study) -> dict[str, Any]:
 
 
 def declared_losses(points: Sequence[Point], declared: PrimaryConfig) -> dict[int, tuple[float, float]]:
-    """Return both losses of a declared comparison for each of its seeds that is finished."""
-    one, other = (
+    """Return both losses, or gains, of a declared comparison for each of its seeds that is finished."""
+    losses = [
         {p.seed: p.loss for p in chosen(points, variant=variant, size=declared.size, budget=declared.budget)}
-        for variant in (declared.one, declared.other)
-    )
-    return {seed: (one[seed], other[seed]) for seed in declared.seeds if seed in one and seed in other}
+        for variant in declared.variants
+    ]
+    finished = [seed for seed in declared.seeds if all(seed in known for known in losses)]
+    if declared.gain_on is None:
+        return {seed: (losses[0][seed], losses[1][seed]) for seed in finished}
+    one, other, less_one, less_other = losses
+    return {seed: (one[seed] - less_one[seed], other[seed] - less_other[seed]) for seed in finished}
 
 
 def sealed(points: Sequence[Point], primary: Sequence[PrimaryConfig]) -> list[Point]:
     """Return the points without those of declared comparisons that have not all of their seeds."""
     waiting = [each for each in primary if len(declared_losses(points, each)) < len(each.seeds)]
-    hidden = {(v, each.size, seed) for each in waiting for v in (each.one, each.other) for seed in each.seeds}
+    hidden = {(v, each.size, seed) for each in waiting for v in each.variants for seed in each.seeds}
     return [point for point in points if (point.variant, point.size, point.seed) not in hidden]
 
 

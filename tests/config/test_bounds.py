@@ -21,6 +21,7 @@ ABOVE_ZERO = [
     "optimizer.learning_rate",
     "optimizer.eps",
     "optimizer.momentum",
+    "optimizer.qk_clip",
     "training.guard.spike_deviations",
 ]
 FROM_ZERO = [
@@ -162,6 +163,7 @@ READER = {  # a kind that reads the key
     "model.multipliers.attention": ["model.pattern=M*"],
     "model.mup.base_heads": ["model.pattern=M*", "model.mup.base_width=16"],
     "optimizer.momentum": ["optimizer.kind=sgd", "optimizer.distributed=false"],
+    "optimizer.qk_clip": ["optimizer.kind=muon", "model.pattern=M*"],
     "model.init.dt_max": ["model.init.dt_min=1e-12"],
     "model.router.aux_loss": ["model.router.kind=softmax"],
     "model.router.bias_update_rate": ["model.router.kind=expert_bias"],

@@ -106,7 +106,10 @@ def a_kind_without_a_rule():
     ("overrides", "told"),
     [
         (["model.pattern=MA"], r"model\.mup: running mean layers \(A\) have no rule for growing widths\. Leave"),
-        (["optimizer.kind=sgd", "optimizer.distributed=false"], r"optimizer\.kind=sgd has no rule .* Use adamw\."),
+        (
+            ["optimizer.kind=sgd", "optimizer.distributed=false"],
+            r"optimizer\.kind=sgd has no rule .* Use adamw or muon\.",
+        ),
         (["model.mup.base_heads=2"], r"model\.mup\.base_heads: only attention layers \(\*\) have it"),
         (["model.multipliers.attention=2"], r"model\.multipliers\.attention: only attention layers"),
     ],

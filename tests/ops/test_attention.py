@@ -30,6 +30,14 @@ def defined(q, k, v, reset):
     return rows
 
 
+def largest_scores(q, k, reset):
+    """Of each head, of all queries and the tokens of their documents up to themselves."""
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[3] ** 0.5
+    document = reset.cumsum(1)
+    unseen = (document[:, :, None] != document[:, None]) | torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(unseen[:, None], -torch.inf).amax((0, 2, 3)).detach()
+
+
 @PROPERTY
 @given(
     B=st.integers(1, 3),
@@ -45,8 +53,10 @@ def test_blocks_agree_with_the_definition(B, L, heads, often, block, seed):
         q, k, v, reset = problem(B, L, *heads, 6, often, seed)
         weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=q.dtype)
         exact = defined(q, k, v, reset)
-        found = attention(q, k, v, documents_of(reset))
+        largest = torch.full(heads[:1], -torch.inf, dtype=q.dtype)
+        found = attention(q, k, v, documents_of(reset), largest_H=largest)
         torch.testing.assert_close(found, exact, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(largest, largest_scores(q, k, reset), atol=1e-12, rtol=1e-12)
         expected, gradients = (torch.autograd.grad((y * weight).sum(), (q, k, v)) for y in (exact, found))
         for a, b in zip(gradients, expected, strict=True):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)

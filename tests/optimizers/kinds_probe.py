@@ -23,7 +23,10 @@ RUN += [f"training.tokens={STEPS * 8 * 32}", "checkpoint.every=3", "training.pre
 RUN += ["optimizer.min_learning_rate=0", "logging.tensorboard=false"]
 HALF = "training.stop_after_steps=3"
 OTHER = "parallel.tensor=2"
+LONG = 20
+HALFWAY = "training.stop_after_steps=10"
 MUON = ["optimizer.kind=muon", "optimizer.learning_rate=0.01", "training.bucket_size=4000"]
+MUON += [f"training.tokens={LONG * 8 * 32}", "checkpoint.every=5", "optimizer.qk_clip=0.05", "training.router_every=1"]
 EVERY_LAYER = ['model.pattern="MES*-E"', "model.mlp_hidden_size=96", "model.attention.heads=4"]
 EVERY_LAYER += ["model.attention.kv_heads=2", "model.mamba2.head_dim=16", "model.mamba2.groups=2"]
 EVERY_LAYER += ["model.shared_expert_hidden_size=64", "optimizer.weight_decay=0.1"]
@@ -33,14 +36,19 @@ KINDS = {
     "muon": [*MUON, *EVERY_LAYER],
 }
 LAYOUTS = {
-    "dp2": [],
-    "ep2": ["parallel.expert=2"],
-    "pp2": ["parallel.pipeline=2"],
-    "tp2": ["parallel.tensor=2"],
-    "etp2": ["parallel.tensor=2", "parallel.expert_tensor=2"],
+    "dp2": (2, []),
+    "ep2": (2, ["parallel.expert=2"]),
+    "pp2": (2, ["parallel.pipeline=2"]),
+    "tp2": (2, ["parallel.tensor=2"]),
+    "etp2": (2, ["parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"]),
+    "tp2_dp2": (4, ["parallel.tensor=2", "parallel.expert_tensor=2"]),
 }
-CUT = ['model.pattern="MESE"', "model.eod_reset=397"]  # a letter that ends documents, some where sequences are cut
-KILLED = ["checkpoint.asynchronous=false"]  # so that step 3 is on disk when the process dies
+CHANGED = [("tp2", 5), ("ep2", 10), ("dp2", 15), ("pp2", LONG)]
+"""Layouts of one run, each with the step at which it stops."""
+CUT = ['model.pattern="ME*S"', "model.eod_reset=397"]  # a letter that ends documents, some where sequences are cut
+KILLED = ["checkpoint.asynchronous=false"]  # so that step 10 is on disk when the process dies
+WIDER = ["training.bucket_size=1000000"]  # ranks own other ranges of the weights
 
 
 def trained(folder: Path, name: str, *overrides: str, killed_at: int | None = None) -> None:
@@ -58,6 +66,12 @@ def trained(folder: Path, name: str, *overrides: str, killed_at: int | None = No
 def losses(folder: Path, name: str) -> list[float]:
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
+
+
+def logits(folder: Path, name: str) -> list[float]:
+    """Return the largest logit of the only attention layer, by step."""
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["attention/3/largest_logit"] for line in lines]
 
 
 def resumed_at(folder: Path, name: str) -> list[int]:
@@ -83,18 +97,22 @@ def main(folder: Path) -> dict:
         if kind == "sgd":
             jobs += [(2, "resharded", [OTHER, HALF]), (1, "resharded", [])]
         if kind == "muon":
-            for layout, overrides in LAYOUTS.items():
-                jobs += [(2, layout, [*overrides, HALF]), (1, layout, [])]
-            jobs += [(1, "split", [HALF]), (2, "split", [])]
-            jobs += [(1, "uncut", CUT), (2, "cut", [*CUT, "parallel.context=2", HALF]), (1, "cut", CUT)]
-            jobs += [(1, "killed", KILLED)]
-            doomed = partial(trained, folder, "muon_killed", *how, *KILLED, OTHER, killed_at=4)
+            jobs[1] = (1, "again", [HALFWAY])
+            jobs += [(ranks, layout, overrides) for layout, (ranks, overrides) in LAYOUTS.items()]
+            for layout, stop in CHANGED:
+                ranks, overrides = LAYOUTS[layout]
+                jobs += [(ranks, "changed", [*overrides, f"training.stop_after_steps={stop}"])]
+            jobs += [(1, "uncut", CUT), (2, "cp2", [*CUT, "parallel.context=2"])]
+            jobs += [(2, "cut", [*CUT, "parallel.context=2", HALFWAY]), (1, "cut", CUT)]
+            jobs += [(2, "killed", [*KILLED, *WIDER])]
+            doomed = partial(trained, folder, "muon_killed", *how, *KILLED, OTHER, killed_at=13)
             dead = fork_ranks(2, doomed)
             assert any("died with status 9" in rank.get("error", "") for rank in dead), dead
         for ranks, name, overrides in jobs:
             answers = fork_ranks(ranks, partial(trained, folder, f"{kind}_{name}", *how, *overrides))
             assert not any("error" in answer for answer in answers), answers
         found[kind] = {name: losses(folder, f"{kind}_{name}") for _, name, _ in jobs} | held(kind)
+    found["muon"]["logits"] = [logits(folder, f"muon_{name}") for name in ("whole", "tp2", "dp2", "pp2")]
     found["muon"]["resumed at"] = resumed_at(folder, "muon_killed")
     return found
 

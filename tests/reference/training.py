@@ -43,6 +43,8 @@ class Recipe:
     logits: float = 1.0
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By the end of a weight's name, the factors of its learning rate and of its decay."""
+    scores: list[tuple[int, float]] = field(default_factory=list)
+    """Heads of the only attention layer with their largest scores, one a micro-batch."""
 
 
 @dataclass
@@ -98,21 +100,24 @@ class Plain:
     @torch.no_grad()
     def _update(self) -> None:
         self.steps += 1
-        (b1, b2), recipe = self.recipe.betas, self.recipe
+        recipe = self.recipe
         gradients = {name: weight.grad for name, weight in self.weights.items()}
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
         scale = min(1.0, recipe.clip / (norm + 1e-6))
         for name, weight in self.weights.items():
-            gradient = gradients[name] * scale
             faster, more = next((each for end, each in recipe.factors.items() if name.endswith(end)), (1.0, 1.0))
             recipe = replace(self.recipe, rate=self.recipe.rate * faster, decay=self.recipe.decay * more)
-            first, second = self.moments.get(name, (torch.zeros_like(weight), torch.zeros_like(weight)))
-            first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
-            self.moments[name] = first, second
             if not name.endswith(("_bias", ".bias", "norm.weight", "A_log", ".D", "mimo_x", "mimo_z", "mimo_o")):
                 weight -= recipe.rate * recipe.decay * weight
-            denominator = (second / (1 - b2**self.steps)).sqrt() + 1e-8
-            weight -= recipe.rate * (first / (1 - b1**self.steps)) / denominator
+            weight -= recipe.rate * self._direction(name, gradients[name] * scale)
+
+    def _direction(self, name: str, gradient: Tensor) -> Tensor:
+        """Return the update of a weight at a learning rate of 1."""
+        b1, b2 = self.recipe.betas
+        first, second = self.moments.get(name, (torch.zeros_like(gradient), torch.zeros_like(gradient)))
+        first, second = b1 * first + (1 - b1) * gradient, b2 * second + (1 - b2) * gradient**2
+        self.moments[name] = first, second
+        return (first / (1 - b1**self.steps)) / ((second / (1 - b2**self.steps)).sqrt() + 1e-8)
 
 
 def _layers(
@@ -319,6 +324,7 @@ def _attention(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> Tensor:
         q, k = _turned(q, angle_SC), _turned(k, angle_SC)
         scores = (q @ k.transpose(1, 2)) * (recipe.attention or 1 / math.sqrt(C))
         scores = scores + torch.full((S, S), -torch.inf, dtype=torch.float64).triu(1)
+        recipe.scores.append((head, float(scores.detach().max())))
         found.append(torch.softmax(scores, -1) @ v)
     return torch.cat(found, -1) @ m["linear_proj.weight"].T
 

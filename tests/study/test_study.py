@@ -231,7 +231,7 @@ def test_table_fits_a_terminal_of_80_columns(tmp_path, monkeypatch, capsys):
 
 def test_wrong_studies_are_one_line(tmp_path):
     with pytest.raises(
-        StudyError, match="no study 'papre': name a file, or one of confirm, length, mixers, paper, smoke"
+        StudyError, match="no study 'papre': name a file, or one of confirm, length, mixers, muon, paper, smoke"
     ):
         read_study("papre")
     file = tmp_path / "mine.yaml"

@@ -26,7 +26,11 @@ CHANGES = {
     "newton_schulz": "jordan",
 }
 REFUSED = {"distributed": False, "kind": "sgd"}
-ELSEWHERE = {"groups": "test_ema.py", "matrices": "tests/engine/test_muon.py"} | dict.fromkeys(
+ELSEWHERE = {
+    "groups": "test_ema.py",
+    "matrices": "tests/engine/test_muon.py",
+    "qk_clip": "test_muon.py",
+} | dict.fromkeys(
     ("warmup_tokens", "decay_fraction", "decay_tokens", "decay_shape"), "test_branches.py and test_schedule.py"
 )
 """Keys that other tests change."""

@@ -3,21 +3,21 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_blackmamba import optimizers
+from megatron_blackmamba.config import mup
 from megatron_blackmamba.engine.adam import Adam
-from megatron_blackmamba.engine.muon import Matrix, Muon, Range, Shared, matrices_of
+from megatron_blackmamba.engine.muon import Heads, Matrix, Muon, Range, Shared, matrices_of
 from megatron_blackmamba.engine.parts.optimizer import Built
 from megatron_blackmamba.layers import Stack
 from megatron_blackmamba.ops.orthogonal import flops
 from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.optimizers.base import DECLARED
-from megatron_blackmamba.optimizers.muon import orthogonalizes
 from megatron_blackmamba.settings import OptimizerConfig
 
 from megatron.core import optimizer as megatron_optimizer
@@ -38,8 +38,12 @@ def in_place_of_adam(kind: OptimizerKind, settings: OptimizerConfig) -> Iterator
         yield
 
 
-def know_matrices(built: Built, groups: ProcessGroupCollection) -> None:
-    """Tell each Muon the matrices of its weights, and the groups over which they are spread."""
+def know_matrices(built: Built, groups: ProcessGroupCollection) -> dict[str, Tensor]:
+    """Tell each Muon the matrices of its weights, and the groups over which they are spread.
+
+    Returns by attention layer where the largest logits of its heads are noted, if `qk_clip` asks for them.
+    """
+    noted: dict[str, Tensor] = {}
     for part in built.distributed:
         if not part.is_stub_optimizer and isinstance(part.optimizer, Muon):
             weights = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
@@ -51,6 +55,11 @@ def know_matrices(built: Built, groups: ProcessGroupCollection) -> None:
                 groups.expt_tp if of_experts else groups.tp,
                 weights[0].new_empty(0, dtype=full),
             )
+            if (cap := built.settings.qk_clip) is not None:
+                layers = dict(_layers(built, part, groups))
+                part.optimizer.clip_heads(list(layers.values()), cap)
+                noted |= {name: heads.largest_H for name, heads in layers.items()}
+    return noted
 
 
 def products_of(buffer: Any, settings: OptimizerConfig, groups: ProcessGroupCollection) -> int:
@@ -66,16 +75,39 @@ def products_of(buffer: Any, settings: OptimizerConfig, groups: ProcessGroupColl
 
 
 def _shared(built: Built, part: DistributedOptimizer, groups: ProcessGroupCollection) -> Iterator[Shared]:
-    shards = dict(_shards(part))
+    shards, config = dict(_shards(part)), cast(Any, built.model.config)
+    names = {parameter: name for name, parameter in built.model.named_parameters()}
     for buffer in part.buffers:
         for parameter in buffer.param_index_map:
             if matrices := _matrices(parameter, built.settings, groups):
+                scales = mup.update_scales(names[parameter], config.described)
+                matrices = [m._replace(scale=scales[i % len(scales)]) for i, m in enumerate(matrices)]
                 yield Shared(shards.get(parameter), owned(buffer, parameter), matrices)
+
+
+def _layers(built: Built, part: DistributedOptimizer, groups: ProcessGroupCollection) -> Iterator[tuple[str, Heads]]:
+    """Yield the attention layers of which a part updates the queries and keys, and have them note their logits."""
+    mixers = {name: mixer for name, mixer in built.model.named_modules() if hasattr(mixer, "core_attention")}
+    buffers, shards = (
+        {weight: buffer for buffer in part.buffers for weight in buffer.param_index_map},
+        dict(_shards(part)),
+    )
+    for name, mixer in mixers.items():
+        weight = mixer.linear_qkv.weight
+        if weight in buffers:
+            declared = getattr(weight, DECLARED).share(groups.tp.size())
+            channels = declared.rows["k"][0]
+            queries = declared.rows["q"][0] // channels
+            full = torch.promote_types(weight.dtype, torch.float32)
+            mixer.core_attention.largest_H = weight.new_full((declared.groups * queries,), -torch.inf, dtype=full)
+            here = owned(buffers[weight], weight)[part.data_parallel_group.rank()]
+            shape = declared.groups, queries, channels, weight.shape[1]
+            yield name, Heads(shards.get(weight), here, shape, mixer.core_attention.largest_H)
 
 
 def _matrices(parameter: Any, settings: OptimizerConfig, groups: ProcessGroupCollection) -> list[Matrix]:
     """Return the matrices of a rank's weight; none if Adam updates it."""
-    if not orthogonalizes(parameter):
+    if not optimizers.kind_of(settings.kind).orthogonalizes(parameter):
         return []
     declared, axis = getattr(parameter, DECLARED, None), None
     if isinstance(declared, Stack):

@@ -52,11 +52,15 @@ class AttentionCost(Cost):
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
         """Add what the last rank of a context group computes beyond the mean, as its queries see the most keys.
 
-        Blocks of queries compute their scores again in the backward pass.
+        Blocks of queries compute their scores again in the backward pass. `qk_clip` computes the scores once
+        more, and passes over them three times.
         """
         forward, backward = super().work(at)
+        scores = self.flops(at.model, at.sequence)["attention_scores"] * at.here
+        if at.clips:
+            products, channels = scores * (1 - 1 / (2 * at.context)), head_dim(at.model)
+            forward = [*forward, Work(flops=products), Work(moved=3 * at.width * products / (2 * channels))]
         if at.context == 1:
             return forward, backward
-        scores = self.flops(at.model, at.sequence)["attention_scores"] * at.here
         more = scores * (1 - 1 / at.context)
         return [*forward, Work(flops=more)], [*backward, Work(flops=2 * more), Work(flops=scores + more)]

@@ -6,6 +6,7 @@ between ranks. This one does not write them, and does share (`ops/attention.py`)
 Shapes: S sequence, B batch, H heads of this rank, G key-value heads of this rank, C channels a head.
 """
 
+import torch
 from torch import Tensor
 
 from megatron_blackmamba.model.config import MegatronConfig
@@ -25,6 +26,8 @@ class CausalAttention(MegatronModule):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: object):
         super().__init__(config)
         self.context = several(pg_collection.cp)
+        self.largest_H: Tensor | None = None
+        """With optimizer.qk_clip, the largest logit of each head since the update."""
 
     def forward(
         self, q_SBHC: Tensor, k_SBGC: Tensor, v_SBGC: Tensor, attention_mask: Documents | None = None, **_: object
@@ -32,7 +35,9 @@ class CausalAttention(MegatronModule):
         """Attend; in the place of a mask megatron-core hands on where documents begin (`LayerInputs`)."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q_SBHC, k_SBGC, v_SBGC))
         scale = self.config.described.attention_scale
-        return attention(q, k, v, attention_mask, self.context, scale).permute(2, 0, 1, 3).flatten(2)
+        largest_H = self.largest_H if self.training and torch.is_grad_enabled() else None
+        y = attention(q, k, v, attention_mask, self.context, scale, largest_H)
+        return y.permute(2, 0, 1, 3).flatten(2)
 
 
 class AttentionMixer(SelfAttention):

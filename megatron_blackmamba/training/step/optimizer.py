@@ -1,9 +1,10 @@
 """A model made trainable: megatron-core's gradient reduction around it, and its optimizer over it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig, groups
@@ -40,6 +41,8 @@ class Trainable:
     optimizer: MegatronOptimizer
     ema: Ema | None = None
     """The moving average of the weights, if training.ema asks for one."""
+    largest_logits: dict[str, Tensor] = field(default_factory=dict)
+    """With optimizer.qk_clip, the largest logit of each head since the last update, by attention layer."""
 
     def settle(self) -> None:
         """Gather the updated weights now; with overlap they would otherwise be gathered in the next forward pass."""
@@ -79,10 +82,10 @@ def make_trainable(
         )
     built = Built(optimizer, reduced, model, kind, settings)
     changes.apply(changes.OPTIMIZER, built, skip=skip)
-    know_matrices(built, world.groups)
+    largest_logits = know_matrices(built, world.groups)
     schedule.connect(model.config, optimizer, reduced)
     decay = config.training.ema
-    return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None)
+    return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None, largest_logits)
 
 
 def _overrides(config: RunConfig, model: LanguageModel) -> dict[ParamKey, Any]:
@@ -90,7 +93,8 @@ def _overrides(config: RunConfig, model: LanguageModel) -> dict[ParamKey, Any]:
     overrides: dict[ParamKey, Any] = {ParamKey(attr=NO_DECAY): ParamGroupOverride(wd_mult=0.0)}
     if not groups.chosen(config.optimizer) and config.model.mup.base_width is None:
         return overrides
-    of_weight = {weight: groups.factors(name, config) for name, weight in model.named_parameters()}
+    by_matrix = optimizers.kind_of(config.optimizer.kind).orthogonalizes
+    of_weight = {w: groups.factors(name, config, by_matrix(w)) for name, w in model.named_parameters()}
     for factors in sorted(set(of_weight.values()) - {(1.0, 1.0)}):
         predicate = ParamPredicate(f"factors {factors}", lambda p, factors=factors: of_weight[p] == factors)
         overrides[ParamKey(predicate=predicate)] = dict(zip((RATE_FACTOR, DECAY_FACTOR), factors, strict=True))

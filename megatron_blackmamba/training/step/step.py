@@ -5,6 +5,7 @@ The two are apart so that whoever guards the run can look at the loss before a w
 Shapes: B batch, S sequence, L layers, E experts.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -136,6 +137,8 @@ class Step:
             self.trainable.reduced.train()
         self.trainable.optimizer.zero_grad()
         self.trainable.reduced.zero_grad_buffer()  # the last of the two: it may set `grad`
+        for largest_H in self.trainable.largest_logits.values():
+            largest_H.fill_(-math.inf)
         with self.router_state.held_back():
             return self._run(batches, global_batch, forward_only=False, reports=reports)
 
