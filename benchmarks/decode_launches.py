@@ -1,10 +1,8 @@
-"""Count the kernels of a decoding step without a GPU, and model its time.
+"""Count the kernels of a decoding step without a GPU, and bound its time.
 
 The step runs on tensors without data. PyTorch's operations are counted except views. Fused kernels are counted where
 they would be launched. `least ms` adds the bytes at an H200's copy bandwidth and a fixed time for each kernel.
-`modelled` compiles the fused kernels for sm_90 and gives each the longest of its memory, cache and issue times, or of
-its waves of programs: as many run at once as registers and shared memory allow. The constants were fitted by eye to the
-steps that an H200 took on 2026-11-26 with the kernels of that day. Use the model to compare forms of a kernel.
+`decode_model` models each kernel.
 """
 
 import os

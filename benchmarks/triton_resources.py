@@ -67,7 +67,9 @@ class Kernel:
         return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", disassembled(self), re.MULTILINE))
 
     def as_json(self) -> dict[str, object]:
-        known = {name: value for name, value in vars(self).items() if name not in ("cubin", "ttgir", "loop", "instructions")}
+        known = {
+            name: value for name, value in vars(self).items() if name not in ("cubin", "ttgir", "loop", "instructions")
+        }
         return known | {"loop": asdict(self.loop)}
 
 

@@ -56,12 +56,12 @@ ONE = {"in": Tiling(32, 128, 8), "out": Tiling(8, 128, 4), "gated": Tiling(8, 25
 FEW = {"in": Tiling(32, 128, 4), "out": Tiling(16, 256, 4), "gated": Tiling(32, 64, 4), "head": Tiling(64, 128, 4)}
 """Up to 32 sequences. Four warps share 32 rows; of 16, two would compute the same."""
 SEVERAL = {
-    "in": Tiling(32, 128, 4, 32, 3), "out": Tiling(16, 128, 4, 32),
+    "in": Tiling(32, 128, 4, 32, 3), "out": Tiling(32, 128, 4, 16),
     "gated": Tiling(32, 128, 4, 16, 3), "head": Tiling(128, 64, 4, 64),
 }  # fmt: skip
 """Up to 128 sequences."""
 MANY = {
-    "in": Tiling(32, 64, 4, 64), "out": Tiling(32, 128, 4, 64, 3),
+    "in": Tiling(32, 128, 4, 64, 3), "out": Tiling(64, 128, 4, 64, 3),
     "gated": Tiling(64, 64, 4, 64, 3), "head": Tiling(128, 64, 8, 128),
 }  # fmt: skip
 """More. An expert of eight has up to 64 of them where they spread evenly: its weights are read once."""
