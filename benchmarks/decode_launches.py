@@ -1,7 +1,8 @@
-"""Count the kernels of a decoding step without a GPU, and model its time.
+"""Count the kernels of a decoding step without a GPU, and bound its time.
 
 The step runs on tensors without data. PyTorch's operations are counted except views. Fused kernels are counted where
-they would be launched. The model adds the bytes at an H200's copy bandwidth and a fixed time for each kernel.
+they would be launched. `least ms` adds the bytes at an H200's copy bandwidth and a fixed time for each kernel.
+`decode_model` models each kernel.
 """
 
 import os
@@ -54,7 +55,7 @@ def table(config: ModelConfig, rows: list[int]) -> str:
         for name, fused in (("layers", False), ("fused", True)):
             row[f"{name} kernels"] = sum(kernels(Decoder(weights, fused=fused), number).values())
         moved_ms = bytes_a_step(Decoder(weights), number) / BYTES_A_MS
-        row |= {"limit ms": moved_ms, "modelled ms": moved_ms + LAUNCH_MS * row["fused kernels"]}
+        row |= {"limit ms": moved_ms, "least ms": moved_ms + LAUNCH_MS * row["fused kernels"]}
         found.append(row)
     return _common.table(found)
 

@@ -62,8 +62,14 @@ class Kernel:
         """The main loop; reading it takes longer than the rest."""
         return _loop(disassembled(self))
 
+    @cached_property
+    def instructions(self) -> int:
+        return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", disassembled(self), re.MULTILINE))
+
     def as_json(self) -> dict[str, object]:
-        known = {name: value for name, value in vars(self).items() if name not in ("cubin", "ttgir", "loop")}
+        known = {
+            name: value for name, value in vars(self).items() if name not in ("cubin", "ttgir", "loop", "instructions")
+        }
         return known | {"loop": asdict(self.loop)}
 
 

@@ -89,6 +89,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     kernels = ("selective_scan", "decoding", "ssd", "gated_norm")
     before = "chunked" if REHEARSED else "triton"  # the scan that `auto` took until now
     no_sources = "" if carried and [*carried.glob("*.tar.gz")] else "needs the archives of gpu_carry.sh"
+    alone = ["--kernels", 8, 64, 256, "--seconds", 0]
     corpus_words = ["--corpus", corpus] if corpus and corpus.is_file() else []
     return {
         1: Part("Correctness of what is new", 15, [
@@ -99,17 +100,18 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
         2: Part("Layouts over NCCL on one card", 22, [
             Check("nccl", module("tests.gpu.nccl_layouts", "--results", results / "nccl.json", *nccl), goes_on=True),
         ]),
-        3: Part("The training step", 25, [
+        3: Part("The training step", 23, [
             step("step", *(["--sequences", 42] if big else []), "--beside"),
             step("step_old", "--sequences", 18 if big else 6, "--fewer", "--beside", f"{MODEL}+kernels.scan={before}"),
             step("step_graph", "--sequences", 6, "--fewer", "--beside", f"{MODEL}+kernels.cuda_graph=auto"),
             Check("versions", module("benchmarks.gpu_versions", old or "none"), no_gpu or no_old),
         ]),
-        4: Part("Decoding", 10, [
+        4: Part("Decoding", 14, [
             Check("generation", module("benchmarks.gpu_generation", *small, "--json", results / "generation.json")),
+            Check("kernels_alone", module("benchmarks.gpu_generation", *alone), no_gpu),
             Check("lengths", module("benchmarks.gpu_generation_lengths", "--json", results / "lengths.json"), no_gpu),
         ]),
-        5: Part("The 1.5B model by `blackmamba train`", 23, [
+        5: Part("The 1.5B model by `blackmamba train`", 21, [
             Check("run", module("scripts.gpu_run", results / "run", *corpus_words), goes_on=True),
         ]),
         6: Part("The rest", 5, [

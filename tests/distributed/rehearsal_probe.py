@@ -58,7 +58,7 @@ def run(folder: Path, name: str, results: Results) -> dict[str, Any]:
     layout = LAYOUTS["dp2" if fault else name]
     task = cases.Task(layout, (cases.Variant("fp32"),))
     pool = Pool(folder / name, layout.ranks, HANG_SECONDS.get(name, PATIENCE), Fork)
-    alone = cases.Task(cases.alone(layout.family).layout, (cases.Variant("fp32"), cases.Variant("fp32", nudged=True)))
+    alone = cases.alone(layout.family, "fp32")
     try:
         run_all(pool, [alone], results, STEPS, PATIENCE, time.monotonic() + 600)
         run_all(pool, [task], results, STEPS, PATIENCE, time.monotonic() + 600, fault)

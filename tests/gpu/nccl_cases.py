@@ -29,6 +29,12 @@ REPRODUCED = 4
 """A difference may also be this many times what rounding layers' outputs otherwise does to one process."""
 
 
+ALONE_SECONDS, VARIANT_SECONDS = 13, 3
+"""One process with its twin, while kernels compile; building a model and comparing replicas."""
+STEP_SECONDS = {"data": 0.07, "pipeline": 0.23, "expert": 0.33, "context": 0.73, "tensor": 0.73, "expert_tensor": 0.73}
+"""A step of two ranks that take turns on an H100, by what their layout exchanges; context is assumed like tensor."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """A number of ranks and the overrides that lay a model out over them."""
@@ -102,23 +108,39 @@ class Task:
         return [f"{self.layout.name} {variant}" for variant in self.variants]
 
 
-def alone(family: str) -> Task:
+def alone(family: str, precision: str) -> Task:
     """Return what layouts are compared with: one process, and the same with other roundings."""
-    variants = tuple(Variant(each, nudged=nudged) for each in PRECISIONS for nudged in (False, True))
+    variants = tuple(Variant(precision, nudged=nudged) for nudged in (False, True))
     return Task(Layout(f"{family}_alone", 1, [], family), variants)
 
 
 def tasks(layouts: list[Layout]) -> list[Task]:
-    """Return everything to do: every layout with overlap, then those again that overlap anything, without."""
+    """Return everything to do, the most telling first: in fp32 every layout, and those again without overlap that
+    overlap anything; then the same in bf16, whose rounding hides more."""
     todo, seen = [], set()
-    for overlap in (True, False):
+    for precision, overlap in (("fp32", True), ("fp32", False), ("bf16", True), ("bf16", False)):
         for layout in layouts:
-            if layout.family not in seen:
-                seen.add(layout.family)
-                todo.append(alone(layout.family))
-            if overlap or _reduces(layout):
-                todo.append(Task(layout, tuple(Variant(each, overlap) for each in layout.precisions)))
+            if precision not in layout.precisions or not (overlap or _reduces(layout)):
+                continue
+            if (layout.family, precision) not in seen:
+                seen.add((layout.family, precision))
+                todo.append(alone(layout.family, precision))
+            todo.append(Task(layout, (Variant(precision, overlap),)))
     return todo
+
+
+def seconds(task: Task, steps: int, limit: float) -> float:
+    """Estimate the time of a task on one card, from the layouts that an H100 ran on 2026-11-26.
+
+    limit: seconds after the first step and LEAST_STEPS more, after which a variant ends.
+    """
+    layout = task.layout
+    if layout.ranks == 1:
+        return ALONE_SECONDS
+    words = [word.partition("=")[0].removeprefix("parallel.") for word in layout.overrides]
+    step = max((STEP_SECONDS[word] for word in words if word in STEP_SECONDS), default=STEP_SECONDS["data"])
+    step *= layout.ranks / 2
+    return len(task.variants) * (VARIANT_SECONDS + step + min((steps - 1) * step, max(limit + step, 3 * step)))
 
 
 def _reduces(layout: Layout) -> bool:

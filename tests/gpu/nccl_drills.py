@@ -101,7 +101,7 @@ def kill_and_resume(folder: Path, start: Start) -> dict[str, Any]:
 
 def stop(folder: Path, start: Start) -> dict[str, Any]:
     """Let a rank of 2 fall asleep in a step; both must end, and their reports must name it."""
-    seconds = ["training.guard.hang_seconds=60"]
+    seconds = ["training.guard.hang_seconds=30"]
     code, said = start("stopped", *FIRST, *seconds, drill=f"stop:1:{STOPPED_AT}")
     reports = {path.stem: path.read_text() for path in (folder / "stopped").glob("logs/hang-*/rank-*.txt")}
     named = [line for text in reports.values() for line in text.splitlines() if line.startswith("rank 1 (")]

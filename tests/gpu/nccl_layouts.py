@@ -1,12 +1,13 @@
 """Train layouts of 2 to 8 ranks on one GPU with NCCL, and compare each with one process.
 
     python -m tests.gpu.nccl_layouts --results FILE [--seconds 150] [--only NAME...] [--mps] [--no-drills]
+    python -m tests.gpu.nccl_layouts --plan     # needs no GPU: estimated minutes
 
 Ranks that share a GPU are slow, and their times say nothing about several GPUs. Streams, asynchronous collectives and
-their order are the real ones. A layout trains 20 steps in bf16 and in fp32, with overlap and without (`apart`); a slow
-one takes fewer. `rounding` stands beside its difference to one process: how far the losses of one process move if the
-outputs of its layers round otherwise. Drills run whole commands: a rank is killed and the run resumes on another
-layout, and a rank stops.
+their order are the real ones. Every layout trains 20 steps in fp32, with overlap and then without (`apart`), and after
+that in bf16; a slow one takes fewer. `rounding` stands beside its difference to one process: how far the losses of one
+process move if the outputs of its layers round otherwise. Drills run whole commands: a rank is killed and the run
+resumes on another layout, and a rank stops.
 
 Results are kept in FILE as they come, and a second call goes on with what is missing or failed. Exit code 1 if anything
 that ran failed, 75 if something is left. REHEARSE=1 runs the same over gloo on a machine without a GPU.
@@ -45,6 +46,8 @@ Row = dict[str, Any]
 COMPARED = ("losses", "norms", "routed")
 MOST_FAILURES = 4
 """Layouts that may fail in a row by an error or a hang before the rest is left out, since it would fail too."""
+START_SECONDS, DRILL_SECONDS = 17, 90
+"""Eight processes that import PyTorch, measured on an H100; both drills side by side, assumed."""
 DRILLS_SHARE = 0.25
 """Of the time, for each drill at most, before the layouts begin beside it."""
 NCCL = {
@@ -358,6 +361,18 @@ def run_drill(name: str, folder: Path, results: Results, until: float) -> None:
     say(f"drill {name}: {seen}, {time.monotonic() - began:.0f} s{problems}")
 
 
+def plan(todo: list[Task], steps: int, limit: float, drills: bool) -> str:
+    """Return how many minutes a card needs until each kind of variants is done, calculated."""
+    until, counts = START_SECONDS + (DRILL_SECONDS if drills else 0), dict[str, tuple[int, float]]()
+    for task in todo:
+        until += cases.seconds(task, steps, limit)
+        if task.layout.ranks > 1:
+            for variant in task.variants:
+                counts[str(variant)] = counts.get(str(variant), (0, 0.0))[0] + 1, until
+    lines = [f"{count} layouts in {kind}: done after {end / 60:.1f} min" for kind, (count, end) in counts.items()]
+    return "\n".join(["calculated, for one H100:", *lines])
+
+
 def _of_alone(task: Task, variant: Variant) -> list[str]:
     return [f"{task.layout.family}_alone {Variant(variant.precision, nudged=nudged)}" for nudged in (False, True)]
 
@@ -368,24 +383,30 @@ def _needed(task: Task) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, required=True, help="JSON file of the results; a second call goes on")
+    parser.add_argument("--results", type=Path, help="JSON file of the results; a second call goes on")
     parser.add_argument("--seconds", type=float, default=150, help="time limit of the whole call")
     parser.add_argument("--steps", type=int, default=cases.STEPS)
-    parser.add_argument("--variant-seconds", type=float, default=6, help="take fewer steps of a layout if slower")
+    parser.add_argument("--variant-seconds", type=float, default=4, help="take fewer steps of a layout if slower")
     parser.add_argument(
         "--mps", action="store_true", help="start NVIDIA's MPS for this call: ranks compute side by side"
     )
     parser.add_argument("--only", nargs="+", help="names of layouts; default: all")
     parser.add_argument("--hang-seconds", type=float, default=40)
+    parser.add_argument("--plan", action="store_true", help="print the estimated minutes on a card, and end")
     parser.add_argument("--no-drills", action="store_true", help="skip the killed and the stopped rank")
     options = parser.parse_args(arguments)
+    layouts = [layout for layout in cases.LAYOUTS if not options.only or layout.name in options.only]
+    if options.plan:
+        say(plan(cases.tasks(layouts), options.steps, options.variant_seconds, not options.no_drills))
+        return 0
+    if options.results is None:
+        parser.error("give --results FILE")
     began = time.monotonic()
     if not torch.cuda.is_available() and not os.environ.get("REHEARSE"):
         say("nccl_layouts: PyTorch sees no CUDA device here; REHEARSE=1 runs the same over gloo")
         return 2
     results = Results(options.results)
     until = began + options.seconds - 3
-    layouts = [layout for layout in cases.LAYOUTS if not options.only or layout.name in options.only]
     say(f"{torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPUs, gloo'}, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="nccl_layouts_") as folder:
         kept = options.results.with_suffix(".drills")  # a drill that was cut goes on in the next call

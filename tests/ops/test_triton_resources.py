@@ -25,7 +25,7 @@ KERNELS = {
     "fp8": {"round_rows"},
     "decoding, one": {"embed", "mamba_in_one", "mamba_scan", "add_product_one", "gated_in_one"},
     "decoding, 64": {
-        *("embed", "mamba_in_rows", "mamba_scan", "add_product_rows"),
+        *("embed", "mamba_in_rows", "sum_parts", "mamba_scan_rows", "add_product_rows"),
         *("route", "gated_in_rows", "add_expert_rows"),
     },
 }

@@ -1,8 +1,7 @@
 """One token of some sequences through a whole block, norm and residual included, in a few Triton kernels.
 
-Three kernels for a Mamba layer; two for experts or an MLP, three for more than one sequence. One sequence has kernels
-of its own (`triton_one`): its products are bound by the reading of weights. Others use tensor cores
-(`triton_rows`).
+For one sequence three kernels for a Mamba layer and two for experts or an MLP (`triton_one`): its products are bound by
+the reading of weights. For several five and three, with products on tensor cores (`triton_rows`).
 
 Shapes: B sequences, D model, I inner, N state, R rank of dt, K taps, E experts, F hidden units, G = 2F gate and up,
 V vocabulary, C columns, O rows.
@@ -33,6 +32,8 @@ sequences no weights are loaded before the wait; there it cost 7% on an H100.
 """
 PROGRAMS = 132
 """As many as an H100 has multiprocessors."""
+COLUMNS = 32
+"""Columns of x_proj's sums that one program adds up."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,18 @@ class Tiling:
 
 ONE = {"in": Tiling(32, 128, 8), "out": Tiling(8, 128, 4), "gated": Tiling(8, 256, 8), "head": Tiling(16, 128, 8)}
 """For one sequence."""
-FEW = {"in": Tiling(32, 64, 4), "out": Tiling(16, 256, 4), "gated": Tiling(32, 64, 4), "head": Tiling(64, 128, 4)}
+FEW = {"in": Tiling(32, 128, 4), "out": Tiling(16, 256, 4), "gated": Tiling(32, 64, 4), "head": Tiling(64, 128, 4)}
 """Up to 32 sequences. Four warps share 32 rows; of 16, two would compute the same."""
 SEVERAL = {
-    "in": Tiling(32, 64, 4, 32), "out": Tiling(16, 128, 4, 32),
-    "gated": Tiling(32, 128, 4, 16), "head": Tiling(128, 64, 4, 64),
+    "in": Tiling(32, 128, 4, 32, 3), "out": Tiling(32, 128, 4, 16),
+    "gated": Tiling(32, 128, 4, 16, 3), "head": Tiling(128, 64, 4, 64),
 }  # fmt: skip
 """Up to 128 sequences."""
 MANY = {
-    "in": Tiling(64, 64, 8, 64, 3), "out": Tiling(64, 64, 4, 64),
-    "gated": Tiling(64, 64, 4, 32), "head": Tiling(128, 64, 8, 128),
+    "in": Tiling(32, 128, 4, 64, 3), "out": Tiling(64, 128, 4, 64, 3),
+    "gated": Tiling(64, 64, 4, 64, 3), "head": Tiling(128, 64, 8, 128),
 }  # fmt: skip
+"""More. An expert of eight has up to 64 of them where they spread evenly: its weights are read once."""
 
 
 def tilings(B: int) -> dict[str, Tiling]:
@@ -118,32 +120,61 @@ class MambaStep(Step):
         stream_BD, window_BWI, state_BIN = moving_B
         B, D = stream_BD.shape
         (I, K), R, N = self.conv[0].shape, self.dt_proj_IR.shape[1], self.A_IN.shape[1]
-        how = tilings(B)
+        how, in_proj = tilings(B), self.in_proj
         tiling = how["in"]
-        parts, M2 = cdiv(I, tiling.rows), next_power_of_2(R + 2 * N)
+        parts, M2 = cdiv(I, tiling.rows), next_power_of_2(max(COLUMNS, R + 2 * N))
         x_BI, z_BI = stream_BD.new_empty(2, B, I)
-        y_BI = stream_BD.new_empty(B, I, dtype=torch.float32 if B == 1 else self.out_proj.dtype)
         parts_PBM = stream_BD.new_empty(parts, B, M2)
+        scanned = self.dt_proj_IR, self.dt_bias_I, self.A_IN, self.D_I, state_BIN, x_BI, z_BI
         restart = last_B, 0 if self.eod is None else self.eod
-        constants = {"D": D, "I": I, "K": K, "M": R + 2 * N, "M2": M2, "ROWS": tiling.rows, "BLOCK": tiling.block}
-        constants["RESTARTS"] = self.eod is not None
-        tensors = (
-            *(stream_BD, self.norm_D, self.in_proj, *self.conv, self.x_proj, window_BWI),
-            *(x_BI, z_BI, parts_PBM, *restart, self.eps),
-        )
+        inner = {"D": D, "I": I, "K": K, "M": R + 2 * N, "M2": M2, "ROWS": tiling.rows, "BLOCK": tiling.block}
+        scan = {"I": I, "N": N, "N2": next_power_of_2(N), "R": R, "R2": next_power_of_2(max(R, 16)), "M2": M2}
+        for constants in (inner, scan):
+            constants["RESTARTS"] = self.eod is not None
+        convolved = *self.conv, self.x_proj, window_BWI, x_BI, z_BI, parts_PBM, *restart
         if B == 1:
-            launch(one.mamba_in_one, (parts,), *tensors, tiling=tiling, **constants)
+            y_BI = stream_BD.new_empty(B, I)
+            launch(
+                one.mamba_in_one, (parts,), stream_BD, self.norm_D, in_proj, *convolved, self.eps, tiling=tiling,
+                **inner,
+            )  # fmt: skip
+            launch(
+                mamba_scan, (cdiv(I, 16), B), parts_PBM, *scanned, y_BI, *restart, B, tiling=Tiling(16, 0, 4),
+                PARTS=parts, STEP=16, ROWS=16, **scan,
+            )  # fmt: skip
         else:
+            y_BI = stream_BD.new_empty(B, I, dtype=self.out_proj.dtype)
+            normed_BD, _, _ = route(launch, stream_BD, self.norm_D, in_proj.dtype, self.eps)
             grid = parts, cdiv(B, tiling.tokens)
-            launch(rows.mamba_in_rows, grid, *tensors, B, tiling=tiling, TOKENS=tiling.tokens, **constants)
-        channels = 16 if B == 1 else 64 if B <= 32 else 128
-        launch(
-            mamba_scan, (cdiv(I, channels), B), parts_PBM, self.dt_proj_IR, self.dt_bias_I, self.A_IN, self.D_I,
-            state_BIN, x_BI, z_BI, y_BI, *restart, B, tiling=Tiling(channels, 0, 4 if B == 1 else 8), I=I, N=N,
-            N2=next_power_of_2(N), R=R, R2=next_power_of_2(R), M2=M2, PARTS=parts, STEP=16, ROWS=channels,
-            RESTARTS=self.eod is not None,
-        )  # fmt: skip
+            launch(
+                rows.mamba_in_rows, grid, normed_BD, in_proj, *convolved, B, tiling=tiling, TOKENS=tiling.tokens,
+                **inner,
+            )  # fmt: skip
+            sums_BM = stream_BD.new_empty(B, M2)
+            launch(
+                rows.sum_parts, (B, M2 // COLUMNS), parts_PBM, sums_BM, B, tiling=Tiling(1, 0, 4), M2=M2, PARTS=parts,
+                STEP=32, COLUMNS=COLUMNS,
+            )  # fmt: skip
+            launch(
+                rows.mamba_scan_rows, (cdiv(I, 16), cdiv(B, 16)), sums_BM, *scanned, y_BI, *restart, B,
+                tiling=Tiling(16, 0, 4), TOKENS=16, ROWS=16, **scan,
+            )  # fmt: skip
         add_product(launch, self.out_proj, y_BI, stream_BD, how["out"])
+
+
+def route(
+    launch: Launch, stream_BD: Tensor, norm_D: Tensor, dtype: torch.dtype, eps: float,
+    router: tuple[Tensor | None, ...] = (None, None, None), **how: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the norm of some sequences, their experts and the experts' factors; without a router the norm alone."""
+    B, D = stream_BD.shape
+    normed_BD = stream_BD.new_empty(B, D, dtype=dtype)
+    expert_B, factor_B = stream_BD.new_empty(B, dtype=torch.int32), stream_BD.new_empty(B)
+    launch(
+        rows.route, (B,), stream_BD, norm_D, *router, normed_BD, expert_B, factor_B, eps, tiling=Tiling(1, 256, 4),
+        D=D, BLOCK=256, **({"E": 0, "E2": 1, "BIASED": ""} | how),
+    )  # fmt: skip
+    return normed_BD, expert_B, factor_B
 
 
 def add_product(
@@ -178,10 +209,10 @@ class ExpertsStep(Step):
         B, (E, D, F), routed = len(stream_BD), self.fc2_EDF.shape, self.router[0] is not None
         how = tilings(B)
         router = {"E": E if routed else 0, "E2": next_power_of_2(E), "BIASED": self.biased}
-        expert_B, factor_B = stream_BD.new_empty(B, dtype=torch.int32), stream_BD.new_empty(B)
         hidden_BF = stream_BD.new_empty(B, F, dtype=torch.float32 if B == 1 else self.fc1_EGD.dtype)
         inner, outer = ({"ROWS": t.rows, "BLOCK": t.block} for t in (how["gated"], how["out"]))
         if B == 1:
+            expert_B, factor_B = stream_BD.new_empty(B, dtype=torch.int32), stream_BD.new_empty(B)
             tiles = cdiv(cdiv(F, how["gated"].rows), PROGRAMS)
             grid = (cdiv(F, how["gated"].rows * tiles),)
             launch(
@@ -194,11 +225,9 @@ class ExpertsStep(Step):
                 expert_B, factor_B, tiling=how["out"], C=F, O=D, ROUTED=routed, ADD=True, **outer,
             )  # fmt: skip
             return
-        normed_BD = stream_BD.new_empty(B, D, dtype=self.fc1_EGD.dtype)
-        launch(
-            rows.route, (B,), stream_BD, self.norm_D, *self.router, normed_BD, expert_B, factor_B, self.eps,
-            tiling=Tiling(1, 256, 4), D=D, BLOCK=256, **router,
-        )  # fmt: skip
+        normed_BD, expert_B, factor_B = route(
+            launch, stream_BD, self.norm_D, self.fc1_EGD.dtype, self.eps, self.router, **router
+        )
         shared = {"B2": max(16, next_power_of_2(B)), "ROUTED": routed, "D": D, "F": F}
         launch(
             rows.gated_in_rows, (cdiv(F, how["gated"].rows), E), normed_BD, self.fc1_EGD, hidden_BF, expert_B, B,

@@ -19,7 +19,7 @@ from megatron_blackmamba.ops.decoding.triton_shared import (
     load_each,
     wait_for_previous,
 )
-from megatron_blackmamba.ops.triton_math import narrowed, sigmoid
+from megatron_blackmamba.ops.triton_math import LOG2E, narrowed, sigmoid, softplus
 
 
 @triton.jit
@@ -32,11 +32,11 @@ def load_transposed(weight, rows, inside, first, C: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=["B"])
 def mamba_in_rows(
-    stream_BD, norm_D, in_proj, conv_IK, conv_bias_I, x_proj, window_BWI, x_BI, z_BI, parts_PBM, last_B, eod, eps, B,
+    normed_BD, in_proj, conv_IK, conv_bias_I, x_proj, window_BWI, x_BI, z_BI, parts_PBM, last_B, eod, B,
     D: tl.constexpr, I: tl.constexpr, K: tl.constexpr, M: tl.constexpr, M2: tl.constexpr,
     RESTARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute norm, in_proj and convolution for some channels, and these channels' part of x_proj.
+    """Compute in_proj and convolution for some channels, and these channels' part of x_proj.
 
     RESTARTS: forget the window of a sequence whose last token is eod.
     """
@@ -44,33 +44,85 @@ def mamba_in_rows(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < I
     b = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    m = tl.arange(0, M2)
-    shared = tl.load(x_proj + m[None, :] * I + i[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0)
-    taps, bias = load_each(conv_IK + i[None, :] * K, 1, inside[None, :], K), tl.load(conv_bias_I + i, mask=inside)
     wait_for_previous(OVERLAP)
+    x, z = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
+    for first in range(0, D, BLOCK):
+        d = first + tl.arange(0, BLOCK)
+        normed = tl.load(normed_BD + b[:, None] * D + d[None, :], mask=(b < B)[:, None] & (d < D)[None, :], other=0.0)
+        x = dot(normed, load_transposed(in_proj, i, inside, first, D, BLOCK), x)
+        z = dot(normed, load_transposed(in_proj + I * D, i, inside, first, D, BLOCK), z)
     at, here = b[:, None] * I + i[None, :], (b < B)[:, None] & inside[None, :]
+    tl.store(z_BI + at, z, mask=here)
     remembers = here
     if RESTARTS:
         remembers = here & (tl.load(last_B + b, mask=b < B, other=0) != eod)[:, None]
     window = window_BWI + b.to(tl.int64)[:, None] * ((K - 1) * I) + i[None, :]
     olds = load_each(window, I, remembers, K - 1)
-    x, z = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
-    squares = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for first in range(0, D, BLOCK):
-        d = first + tl.arange(0, BLOCK)
-        stream = tl.load(stream_BD + b[:, None] * D + d[None, :], mask=(b < B)[:, None] & (d < D)[None, :], other=0.0)
-        squares += stream * stream
-        normed = narrowed(stream * tl.load(norm_D + d, mask=d < D, other=0.0)[None, :], in_proj.dtype.element_ty)
-        x = dot(normed, load_transposed(in_proj, i, inside, first, D, BLOCK), x)
-        z = dot(normed, load_transposed(in_proj + I * D, i, inside, first, D, BLOCK), z)
-    scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / D + eps)
-    x *= scale[:, None]
-    tl.store(z_BI + at, z * scale[:, None], mask=here)
+    taps, bias = load_each(conv_IK + i[None, :] * K, 1, inside[None, :], K), tl.load(conv_bias_I + i, mask=inside)
+    m = tl.arange(0, M2)
+    shared = tl.load(x_proj + m[None, :] * I + i[:, None], mask=(m < M)[None, :] & inside[:, None], other=0.0)
     y = convolve(x, bias[None, :], taps, olds, window, I, here, K)
     tl.store(x_BI + at, y, mask=here)
     part = dot(narrowed(y, x_proj.dtype.element_ty), shared, tl.zeros((TOKENS, M2), tl.float32))
     rows = (tl.program_id(0) * B + b).to(tl.int64)
     tl.store(parts_PBM + rows[:, None] * M2 + m[None, :], part, mask=(b < B)[:, None])
+
+
+@triton.jit(do_not_specialize=["B"])
+def sum_parts(
+    parts_PBM, sums_BM, B,
+    M2: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of x_proj for some columns of a sequence."""
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
+    b = tl.program_id(0).to(tl.int64)
+    p, m = tl.arange(0, STEP), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((STEP, COLUMNS), tl.float32)
+    for first in tl.static_range(0, PARTS, STEP):
+        at = parts_PBM + ((first + p) * B + b)[:, None] * M2 + m[None, :]
+        sums += tl.load(at, mask=(first + p < PARTS)[:, None], other=0.0)
+    tl.store(sums_BM + b * M2 + m, tl.sum(sums, 0))
+
+
+@triton.jit(do_not_specialize=["B"])
+def mamba_scan_rows(
+    sums_BM, dt_proj, dt_bias_I, A_IN, D_I, state_BIN, x_BI, z_BI, y_BI, last_B, eod, B,
+    I: tl.constexpr, N: tl.constexpr, N2: tl.constexpr, R: tl.constexpr, R2: tl.constexpr, M2: tl.constexpr,
+    RESTARTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Compute dt_proj, one token of the scan, and the gate, for some channels of some sequences.
+
+    RESTARTS: forget the sequences whose last token is eod.
+    """
+    let_next_start(OVERLAP)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside, valid = i < I, b < B
+    r, n = tl.arange(0, R2), tl.arange(0, N2)
+    wait_for_previous(OVERLAP)
+    here = valid[:, None, None] & inside[None, :, None] & (n < N)[None, None, :]
+    state = state_BIN + b.to(tl.int64)[:, None, None] * (I * N) + (i[:, None] * N + n[None, :])[None, :, :]
+    remembers = here
+    if RESTARTS:
+        remembers = here & (tl.load(last_B + b, mask=valid, other=0) != eod)[:, None, None]
+    h = tl.load(state, mask=remembers, other=0.0)
+    sums, known = sums_BM + b[:, None] * M2, valid[:, None] & (n < N)[None, :]
+    rank = tl.load(sums + r[None, :], mask=valid[:, None] & (r < R)[None, :], other=0.0)
+    w = tl.load(dt_proj + i[None, :] * R + r[:, None], mask=inside[None, :] & (r < R)[:, None], other=0.0)
+    B_BN = tl.load(sums + R + n[None, :], mask=known, other=0.0)
+    C_BN = tl.load(sums + R + N + n[None, :], mask=known, other=0.0)
+    A = tl.load(A_IN + i[:, None] * N + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+    at, both = b[:, None] * I + i[None, :], valid[:, None] & inside[None, :]
+    x, z = tl.load(x_BI + at, mask=both, other=0.0), tl.load(z_BI + at, mask=both, other=0.0)
+    bias, skip = tl.load(dt_bias_I + i, mask=inside, other=0.0), tl.load(D_I + i, mask=inside, other=0.0)
+    delta = dot(narrowed(rank, dt_proj.dtype.element_ty), w, tl.zeros((TOKENS, ROWS), tl.float32))
+    delta = softplus(delta + bias[None, :])
+    h = h * tl.exp2(delta[:, :, None] * (A * LOG2E)[None, :, :]) + (delta * x)[:, :, None] * B_BN[:, None, :]
+    tl.debug_barrier()  # several threads may have loaded an element that one of them stores
+    tl.store(state, h, mask=here)
+    y = (tl.sum(h * C_BN[:, None, :], 2) + skip[None, :] * x) * z * sigmoid(z)
+    tl.store(y_BI + at, narrowed(y, y_BI.dtype.element_ty), mask=both)
 
 
 @triton.jit(do_not_specialize=["B"])
