@@ -63,7 +63,7 @@ def linked_from(page):
     return set(re.findall(r"\]\(([\w-]+\.md)", (DOCS / page).read_text()))
 
 
-def test_every_page_is_in_the_menu_or_a_note():
+def test_every_page_is_in_menu_or_notes():
     """The menu stays short: research and measurements are listed on one page of it."""
     notes = set(re.findall(r"^  /([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     written = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
