@@ -208,13 +208,14 @@ class MtpConfig(Section):
 
 
 class ModelConfig(Section):
-    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, R Mamba-3, E experts,
-    * attention, - dense MLP."""
+    """One stack of layers; `pattern` has one letter per layer: M Mamba, S Mamba-2, R Mamba-3,
+    G delta rule, E experts, * attention, - dense MLP."""
 
     rule = FIXED
 
     pattern: str
-    """One letter for each layer: M Mamba, S Mamba-2, R Mamba-3, E mixture of experts, * attention, - dense MLP."""
+    """One letter for each layer: M Mamba, S Mamba-2, R Mamba-3, G delta rule, E mixture of experts, * attention,
+    - dense MLP."""
     arrangement: Literal["sequential", "parallel"] = "sequential"
     """sequential: each layer has its own norm and residual connection (the paper).
     parallel: the two layers of a pair share one norm, and their outputs are summed (the paper's ablation)."""
