@@ -30,17 +30,18 @@ EOD, VOCABULARY = 0, 16
 SMALL = [
     *("model.hidden_size=16", f"model.vocab_size={VOCABULARY}", "model.state_size=4", "training.precision=fp64"),
     *("model.mamba2.head_dim=8", "model.mamba2.state_size=4", "model.mamba3.head_dim=8", "model.mamba3.state_size=4"),
+    *("model.delta.head_dim=8", "model.delta.key_dim=4"),
     *("model.attention.heads=4", "model.attention.kv_heads=2", f"model.eod_reset={EOD}"),
 ]
-PATTERNS = ("M", "S", "R", "*", "MSR*")
-READ_BY = {"state_size": "M", "conv_kernel": "MS", "mamba2": "S", "mamba3": "R", "attention": "*"}
+PATTERNS = ("M", "S", "R", "G", "*", "MSR*G")
+READ_BY = {"state_size": "M", "conv_kernel": "MSG", "mamba2": "S", "mamba3": "R", "delta": "G", "attention": "*"}
 """Keys of `model:` that only some letters read; other models refuse them."""
 VARIANTS = {
     "taps 2": ["model.conv_kernel=2"],
     "taps 4": ["model.conv_kernel=4", "model.attention.rotary=false"],
     "taps 7": ["model.conv_kernel=7", "model.attention.qk_norm=true"],
     "across": ["model.attention.across_documents=true"],
-    "no documents": ["model.eod_reset=null"],
+    "no documents": ["model.eod_reset=null", "model.delta.variant=gdn2"],
 }
 CONTEXTS = (2, 4)
 CLOSENESS = 1e-10

@@ -20,6 +20,7 @@ from megatron_blackmamba.interchange import convert, hf, native, open, witness
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.families import FAMILIES
 from megatron_blackmamba.interchange.hf import INDEX
+from megatron_blackmamba.interchange.native import nemotron_h
 from tests.interchange import native_matrix
 from tests.interchange.continued_probe import RUNS, STEPS
 from tests.interchange.native_grid import (
@@ -201,7 +202,7 @@ def test_import_is_checked_by_transformers_own_class(tmp_path, monkeypatch):
         told = CliRunner().invoke(app, ["import", "hf", str(source), str(tmp_path / f"good{len(more)}"), *more])
         assert told.exit_code == 0, told.output
         assert "top-1 agreement 128/128 (loaded by transformers 5" in told.output
-    monkeypatch.delattr(native.NemotronH, "imported")  # so that a weight is wrong which our two readers agree on
+    monkeypatch.delattr(nemotron_h.NemotronH, "imported")  # so that a weight is wrong which our two readers agree on
     folder = write_model("nemotron_h", tmp_path / "wrong", **{**keys, "num_experts_per_tok": 1})
     with pytest.raises(witness.WitnessError, match=r"wrong: this package computes something else .* difference \d"):
         CliRunner().invoke(app, ["import", "hf", str(folder), str(tmp_path / "bad")], catch_exceptions=False)
