@@ -34,6 +34,7 @@ FORMAT = {
 
 MOST_NAMED = 3
 """Tensors that an error names; the rest are counted."""
+OTHER = "No layout is to blame: the model or its optimizer is another one. Compare config.yaml of both runs"
 
 
 def state_to_save(
@@ -67,7 +68,9 @@ def load(folder: Path, model: LanguageModel, optimizer: MegatronOptimizer, ema: 
     names = set(shapes)
     _refuse_lacking(folder, names - saved)
     if more := [name for name in saved - names if not name.startswith(AVERAGED)]:
-        raise CheckpointError(f"{folder}: refused: holds {_some(more)}, which the model and its optimizer do not have")
+        raise CheckpointError(
+            f"{folder}: refused: holds {_some(more)}, which the model and its optimizer do not have. {OTHER}"
+        )
     _refuse_other_shapes(folder, shapes, table)
     state = _read(folder, wanted)
     model.load_state_dict(state["model"])
@@ -93,14 +96,12 @@ def _refuse_other_shapes(folder: Path, wanted: dict[str, tuple[int, ...] | None]
         if shape is not None and (size := tuple(getattr(saved[name], "size", shape))) != shape
     ]
     if other:
-        raise CheckpointError(
-            f"{folder}: refused: holds {_some(other)}. No layout changes the shape of a whole weight: the model differs"
-        )
+        raise CheckpointError(f"{folder}: refused: holds {_some(other)}. {OTHER}")
 
 
 def _refuse_lacking(folder: Path, lacking: set[str]) -> None:
     if lacking:
-        raise CheckpointError(f"{folder}: refused: lacks {_some(lacking)} of the model and its optimizer")
+        raise CheckpointError(f"{folder}: refused: lacks {_some(lacking)} of the model and its optimizer. {OTHER}")
 
 
 def _some(names: Collection[str]) -> str:

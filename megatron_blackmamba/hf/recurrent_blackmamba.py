@@ -31,7 +31,6 @@ from .functions_blackmamba import (
 
 try:
     from megatron_blackmamba.ops.causal_conv1d import causal_conv1d as fast_conv1d
-    from megatron_blackmamba.ops.delta import delta as fast_delta
     from megatron_blackmamba.ops.mamba3 import Memory, Rates
     from megatron_blackmamba.ops.mamba3 import mamba3 as fast_mamba3
     from megatron_blackmamba.ops.matvec import product
@@ -41,6 +40,11 @@ try:
     HAVE_KERNELS = True
 except ImportError:
     HAVE_KERNELS = False
+
+try:  # by itself: an installed package of an earlier version has the others
+    from megatron_blackmamba.ops.delta import delta as fast_delta
+except ImportError:
+    fast_delta = None  # type: ignore[assignment]
 
 
 def use_kernels(config: Any) -> bool:
@@ -387,7 +391,7 @@ class DeltaMixer(Recurrent):
         dt = decay if self.decay_proj is None else self.decay_proj(decay)
         dt = F.softplus(widen(dt) + self.dt_bias).unflatten(-1, (H, -1))
         tokens = (q, k, erase, written, -torch.exp(self.A_log)[:, None] * dt)
-        if may_run(self.fast):
+        if fast_delta is not None and may_run(self.fast):
             y, state = fast_delta(*tokens, initial_state_BHKV=state, reset_BL=reset_BL)
         else:
             y, state = delta_rule(*tokens, state, reset_BL)

@@ -1,4 +1,4 @@
-"""What Mamba, Mamba-2 and Mamba-3 have in common."""
+"""What recurrent layers have in common."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ class GroupsConfig(Section):
     router: GroupConfig = GroupConfig()
     """Weights and biases of the routers."""
     recurrence: GroupConfig = GroupConfig()
-    """A_log, D, the biases and the factors in the recurrence of Mamba, Mamba-2 and Mamba-3."""
+    """A_log, D, the biases and the factors in the recurrence of Mamba, Mamba-2, Mamba-3 and the delta rule."""
     mixers: GroupConfig = GroupConfig()
-    """All other weights of Mamba, Mamba-2, Mamba-3, attention and dense MLP layers."""
+    """All other weights of recurrent, attention and dense MLP layers."""
     experts: GroupConfig = GroupConfig()
     """The experts, routed and shared."""
 

@@ -69,11 +69,13 @@ def trace(
         from megatron_blackmamba.trace import ranks
 
         parallel = tracer.config.parallel if layout is None else ranks.parse_layout(layout)
-        share = ranks.share_of(tracer.config, numbers, rank, parallel, processes or ranks.processes_of(run))
+        rows = ranks.micro_batch_at(run, step or 0) or tracer.config.training.micro_batch
+        share = ranks.share_of(tracer.config, numbers, rank, parallel, processes or ranks.processes_of(run), rows)
         numbers = [number for number, _ in share.numbered()]
     if sample is not None:
         if sample >= len(numbers):
-            raise TraceError(f"--sample {sample}: the batch has {len(numbers)} samples, counted from 0")
+            whose = "batch" if rank is None else "rank's share of the batch"
+            raise TraceError(f"--sample {sample}: the {whose} has {len(numbers)} samples, counted from 0")
         numbers = numbers[sample : sample + 1]
     _show_samples(tracer, numbers, {"step": step, "rank": rank}, share, chars, as_json)
 

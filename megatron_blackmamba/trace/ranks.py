@@ -37,12 +37,24 @@ class Share:
                 yield replace(piece, position=piece.position + first, first_token=piece.first_token + first, ids=ids)
 
 
-def share_of(config: RunConfig, samples: Sequence[int], rank: int, parallel: ParallelConfig, processes: int) -> Share:
-    """Return what a rank reads of a batch in a layout; refuse a layout that does not exist."""
+def micro_batch_at(run: Path, step: int) -> int | None:
+    """Return the micro-batch of a step before a resume that changed it; None: it is that of the run's config."""
+    for each in read_events(RunFolder(run).events):
+        for change in getattr(each.event, "changes", ()):
+            found = re.match(r"training\.micro_batch: \d+ from step (\d+) on, (\d+) before", change)
+            if found and step < int(found[1]):
+                return int(found[2])
+    return None
+
+
+def share_of(
+    config: RunConfig, samples: Sequence[int], rank: int, parallel: ParallelConfig, processes: int, rows: int
+) -> Share:
+    """Return what a rank reads of a batch in a layout, with so many rows a micro-batch; refuse an impossible layout."""
     if rank >= processes:
         raise TraceError(f"--rank {rank}: {processes} processes have ranks 0 to {processes - 1}. Add --processes N")
     with world.fake(parallel, processes, rank) as place:
-        micro_batches = micro_batches_of(samples, config.training.micro_batch, place.data_rank, place.data_size)
+        micro_batches = micro_batches_of(samples, rows, place.data_rank, place.data_size)
         return Share(micro_batches, place_of_part(config.data.sequence_length, place.context_rank, parallel.context))
 
 

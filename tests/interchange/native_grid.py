@@ -85,6 +85,8 @@ def random_keys(model_type: str, seed: int) -> dict[str, Any]:
             return keys | {"time_step_rank": draw.randint(1, 9)}
         heads = keys["expand"] * keys["hidden_size"] // 8
         return keys | {"num_heads": heads, "head_dim": 8, "n_groups": draw.choice([1, 3]), "chunk_size": 8}
+    if model_type not in ("llama", "mixtral"):
+        raise KeyError(f"random_keys has no sizes of {model_type}: add them")
     if model_type == "llama":  # which refuses sizes that heads do not divide
         attention |= {"num_attention_heads": 4, "num_key_value_heads": draw.choice([1, 2, 4])}
     else:

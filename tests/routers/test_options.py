@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from megatron_blackmamba import routers
+from megatron_blackmamba import norms, routers
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.interchange import hf, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError
@@ -53,7 +53,8 @@ def test_released_format_refuses_what_it_lacks_by_name(key, value):
 
 
 def test_unknown_norm_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"model.final_norm=batch: no such kind. Choose one of layer, rms\."):
+    names = ", ".join(kind.name for kind in norms.all_kinds())
+    with pytest.raises(ConfigError, match=rf"model.final_norm=batch: no such kind. Choose one of {names}\."):
         load("tiny", ["model.final_norm=batch"])
 
 

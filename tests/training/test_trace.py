@@ -139,9 +139,20 @@ def test_ranks_of_another_layout_share_a_batch(run):
     tracer, read, size = Tracer(run), [], 16
     samples = tracer.steps.samples_of(50)
     for rank in range(8):
-        share = ranks.share_of(tracer.config, samples, rank, ranks.parse_layout("tp2,ep2,cp2"), 8)
+        share = ranks.share_of(tracer.config, samples, rank, ranks.parse_layout("tp2,ep2,cp2"), 8, 3)
         read += [(sample, place) for sample, _ in share.numbered() for place in range(size)[share.here]]
     assert sorted(read) == sorted(2 * [(sample, place) for sample in samples for place in range(size)])  # two by TP
+
+
+def test_ranks_have_the_micro_batch_of_their_step(run):
+    """The run was resumed with another one: rank 1 of two read every second micro-batch, of 4 and then of 3 rows."""
+    before, after = ranks.micro_batch_at(run, 35), ranks.micro_batch_at(run, 36)
+    assert after is None and before == 4
+    words = ["data", "trace", str(run), "--step", "35", "--rank", "1", "--layout", "tp1", "--processes", "2", "--json"]
+    told = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
+    samples = Tracer(run).steps.samples_of(35)
+    expected = [n for first in range(before, 16, 2 * before) for n in samples[first : first + before]]
+    assert sorted({each["sample"] for each in told["samples"]}) == sorted(expected)
 
 
 def test_the_report_names_the_trace_of_a_spike(run):
