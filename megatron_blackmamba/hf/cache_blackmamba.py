@@ -73,7 +73,7 @@ else:  # before 5.21: what is used of it
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The state of a Mamba layer of any kind in constant space: in fp32, and `[B, I, W]` of the convolution.
+    """The state of a recurrent layer of any kind in constant space: in fp32, and `[B, I, W]` of the convolution.
 
     In the place of the latter a Mamba-3 layer has what the last token leaves, `[B, H, S + N + P]`.
 

@@ -198,10 +198,17 @@ class BlackMambaConfig(PretrainedConfig):
         self.mamba3_output_norm = mamba3_output_norm
         self.delta_variant = delta_variant
         self.delta_heads = self.inner_size // delta_head_dim if delta_heads is None else delta_heads
+        if delta_heads is None and "delta" in self.mamba_moe_layers and self.inner_size % delta_head_dim:
+            raise ValueError(
+                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
+                f"delta_head_dim = {delta_head_dim}"
+            )
         self.delta_key_heads = self.delta_heads if delta_key_heads is None else delta_key_heads
         self.delta_key_dim = delta_key_dim
         self.delta_head_dim = delta_head_dim
-        self.delta_decay_rank = delta_key_dim if delta_decay_rank is None else delta_decay_rank
+        self.delta_decay_rank = delta_decay_rank
+        if delta_variant != "gdn" and delta_decay_rank is None:
+            self.delta_decay_rank = delta_key_dim
         self.delta_negative_eigenvalues = delta_negative_eigenvalues
         self.num_experts_per_tok = num_experts_per_tok
         self.router_scores = router_scores
@@ -261,6 +268,8 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError("mamba_moe_layers has mlp: set mlp_hidden_size")
         if "mamba2" in self.mamba_moe_layers and self.mamba2_heads % self.mamba2_groups:
             raise ValueError(f"mamba2_heads {self.mamba2_heads} is not divisible by mamba2_groups {self.mamba2_groups}")
+        if "delta" in self.mamba_moe_layers and not self.delta_heads:
+            raise ValueError(f"expansion_factor * hidden_size = {self.inner_size} has no head of {self.delta_head_dim}")
         if "delta" in self.mamba_moe_layers and self.delta_heads % self.delta_key_heads:
             raise ValueError(
                 f"delta_heads {self.delta_heads} is not divisible by delta_key_heads {self.delta_key_heads}"

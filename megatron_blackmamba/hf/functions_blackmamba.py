@@ -202,7 +202,8 @@ def delta_rule(
         )
         document_BT = document_BL[:, here]
         same_BTT = (document_BT[..., None] == document_BT[:, None]).tril()
-        sums = log_decay.clamp_min(-1000.0).double().cumsum(2)  # in float64, differences keep the digits of small steps
+        exact = log_decay.dtype if log_decay.device.type == "mps" else torch.float64  # digits of small steps stay
+        sums = log_decay.clamp_min(-1000.0).to(exact).cumsum(2)
         between = (sums[:, :, :, None] - sums[:, :, None]).masked_fill(~same_BTT[:, None, :, :, None], -torch.inf)
         left_BHTSK = between.to(q.dtype).exp() * k[:, :, None]
         since, until = sums.to(q.dtype).exp(), (sums[:, :, -1:] - sums).to(q.dtype).exp()

@@ -264,10 +264,10 @@ def _fast_ssd(
 
 
 class HeadNorm(RMSNorm):
-    """The norm of B or C, over the last axis."""
+    """The norm over the last axis: of B or C, or of a head's output."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).to(x.dtype)
+        return (normalized(x, self.eps) * widen(self.weight)).to(x.dtype)
 
 
 class Mamba3Mixer(Recurrent):

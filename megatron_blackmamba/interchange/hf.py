@@ -24,6 +24,7 @@ from megatron_blackmamba.interchange.json_config import layer_list, model_config
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.layers import kinds_in, unread_keys
 from megatron_blackmamba.layers.attention import kind as attention
+from megatron_blackmamba.layers.delta import kind as delta
 from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
 MODELING_FILES = (
@@ -69,6 +70,9 @@ _DERIVED: Mapping[str, Callable[[ModelConfig], Any]] = {
     "head_dim": attention.head_dim,
     "attention_multiplier": lambda config: attention.head_dim(config) ** -0.5,
     "mamba2_heads": lambda config: mamba2.sizes(config)[1],
+    "delta_heads": lambda config: delta.sizes(config)[0],
+    "delta_key_heads": lambda config: delta.sizes(config)[1],
+    "delta_decay_rank": lambda config: delta.rank(config) if delta.by_channel(config) else None,
 }
 """Fields whose default follows from others, and that default."""
 

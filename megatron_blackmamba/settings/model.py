@@ -226,7 +226,7 @@ class ModelConfig(Section):
     state_size: int = Field(16, gt=0, le=64)
     """State size of a Mamba channel."""
     conv_kernel: int = Field(4, ge=2, le=8)
-    """Width of the causal convolution of Mamba layers."""
+    """Width of the causal convolution of Mamba, Mamba-2 and delta rule layers."""
     expand: int = Field(2, gt=0, le=1024)
     """Inner width of a Mamba layer divided by hidden_size."""
     dt_rank: int | None = Field(None, gt=0, le=WIDEST)

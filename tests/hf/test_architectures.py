@@ -120,6 +120,13 @@ def test_export_imports_bit_exactly(made, tmp_path):
         assert torch.equal(back[name], weight), name
 
 
+def test_model_that_transformers_saves_is_the_same(made, tmp_path):
+    """transformers writes out what the config leaves to be derived."""
+    _, folder = made
+    loaded(folder).save_pretrained(tmp_path)
+    assert hf.function_of(hf.read(tmp_path).config) == hf.function_of(hf.read(folder).config)
+
+
 def test_half_precision_keeps_expert_bias(made):
     model, folder = made
     network = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, torch_dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ TOKENS = ("q", "k", "erase", "written", "log_decay")
 
 
 def problem(B=2, L=150, H=3, K=8, V=5, by_channel=True, state=True, reset=None, seed=0):
-    """Return keys of length 1 with gates from 0 to 2, where errors neither grow nor vanish."""
+    """Return random keys of length 1 with gates from 0 to 2."""
     g = torch.Generator().manual_seed(seed)
     normal = torch.nn.functional.normalize
     q, k = (normal(torch.randn(B, L, H, K, generator=g), dim=-1) for _ in range(2))
@@ -118,7 +118,7 @@ def test_documents_do_not_see_each_other(by_channel):
     assert torch.equal(y[:, 37:], other_y[:, 37:]) and torch.equal(state, other_state)
 
 
-def test_gates_up_to_two_never_make_states_grow():
+def test_one_gate_a_head_never_makes_states_grow():
     """A reflection has an eigenvalue of -1; nothing is written, so no state may become longer."""
     tensors, _ = problem(L=500)
     tensors["erase"], tensors["log_decay"] = 2 * tensors["k"], torch.zeros_like(tensors["log_decay"])

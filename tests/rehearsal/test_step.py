@@ -34,11 +34,11 @@ AN_EXPERTS_LAYER = {  # and micro-batch, by dispatcher
         "masked_select: token_dispatcher.dispatch_postprocess": 1,
     },
 }
-LAUNCHES = {"M": (19, 62), "E": (62, 93), "*": (31, 31), "-": (9, 23), "S": (12, 42), "R": (95, 290)}
+LAUNCHES = {"M": (19, 62), "E": (62, 93), "*": (31, 31), "-": (9, 23), "G": (330, 380), "S": (12, 42), "R": (95, 290)}
 """Bounds of launches forward and backward by letter; other kinds have OTHERS."""
 OF_PARTS = 20
 """More launches each way with parallel.context and model.eod_reset."""
-IN_PYTORCH = {"R"}
+IN_PYTORCH = {"R", "G"}
 """Layers whose scan is PyTorch's operations here, with products in fp32."""
 ROUNDINGS = 4
 """More launches each way, of a layer whose two products take both factors in FP8."""

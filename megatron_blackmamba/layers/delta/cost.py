@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.costs import FP32, Sizes
+from megatron_blackmamba.costs import FP32, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, rank, sizes
 
@@ -41,7 +41,8 @@ class DeltaCost(Cost):
         H, G, K, V = sizes(at.model)
         rows, decays = in_proj(at.model).rows, H * K if by_channel(at.model) else H
         gates, qkv = sum(rows["erase"]) + sum(rows.get("write", (0,))), 2 * G * K + H * V
-        doubled = sum(rows["erase"]) * delta.negative_eigenvalues
+        gates_twice = 1 if delta.variant == "gdn2" else 2  # erase, and write where it is a tensor of its own
+        doubled = gates_twice * sum(rows["erase"]) * delta.negative_eigenvalues
         low, wide = rank(at.model) if by_channel(at.model) else 0, max(at.width, FP32)
         numbers = qkv + 2 * G + gates + doubled + 3 * decays + 3 * H * K + 5 * H * V + H
         if at.width < wide:
@@ -54,16 +55,37 @@ class DeltaCost(Cost):
         return at.width * (at.here * at.model.hidden_size + at.whole * low) + each // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what it keeps, and what autograd keeps of a segment of the chunkwise form."""
+        """Return the gradients of what the rule reads, and what autograd keeps of a segment of the chunkwise form.
+
+        The numbers of a head and token are fitted to rehearsals of four shapes, within 2% of the peak.
+        """
         from megatron_blackmamba.ops.delta.chunked import CHUNK, NUMBERS
 
         H, _, K, V = sizes(at.model)
         length = at.sequence // at.context
         batch, heads = at.whole // length, H // at.tensor
         tokens = min(length, CHUNK * max(1, NUMBERS[at.device] // (batch * heads * K * CHUNK)))
-        levels = CHUNK.bit_length() - 1 if by_channel(at.model) else 1
-        numbers = 4 * levels * K + 8 * CHUNK + 8 * (K + V) + 2 * K * V // CHUNK
-        return self.kept(at) + max(at.width, FP32) * batch * tokens * heads * numbers
+        channelwise = by_channel(at.model)
+        numbers = 9.2 * (K + V) + (19 * K if channelwise else 4.4 * CHUNK)
+        gradients = at.whole * heads * (3 * K + V + (K if channelwise else 1))
+        return round(max(at.width, FP32) * (gradients + batch * tokens * heads * numbers))
+
+    def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
+        """Count projections, convolution, and the passes of PyTorch's operations over keys, values and pairs of tokens.
+
+        The passes are fitted to rehearsals of four shapes; the backward pass repeats the forward pass of each segment.
+        """
+        from megatron_blackmamba.ops.delta.chunked import CHUNK
+
+        H, G, K, V = (number // at.tensor if place < 2 else number for place, number in enumerate(sizes(at.model)))
+        D, rows = at.model.hidden_size, in_proj(at.model).shape[0] // at.tensor
+        projections = [Work(at.width * at.whole * (D + size), 2 * D * size * at.whole) for size in (rows, H * V)]
+        convolved, each = at.width * at.whole * (2 * G * K + H * V), max(at.width, FP32) * at.whole * H
+        channelwise = by_channel(at.model)
+        there = 54 * (K + V) + 8 * CHUNK + (107 * K if channelwise else 0)
+        back = 149 * (K + V) + (23 if channelwise else 35) * CHUNK + (411 * K if channelwise else 0)
+        forward = [*projections, Work(2 * convolved), Work(each * there)]
+        return forward, [*projections, *projections, Work(4 * convolved), Work(each * back)]
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream as in Mamba-2, and for each sequence a state and the matrices that map it."""

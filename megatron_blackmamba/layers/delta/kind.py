@@ -58,7 +58,9 @@ class Delta(LayerKind):
         what = (
             "the number of heads of the delta rule (model.delta.heads, or model.expand × model.hidden_size / head_dim)"
         )
-        found = [Division(what, H, "tensor"), Division("model.delta.key_heads", G, "tensor")]
+        found = [Division(what, H, "tensor")]
+        if model.delta.key_heads is not None:
+            found.append(Division("model.delta.key_heads", G, "tensor"))
         if by_channel(model):
             found.append(Division("model.delta.decay_rank (by default key_dim)", rank(model), "tensor"))
         return found

@@ -44,7 +44,8 @@ def delta(
     """Return y_BLHV in q's dtype, and the state behind the last token, fp32 or float64.
 
     Args:
-        erase_BLHK: The key times its erase gate. With normalised keys, a gate from 0 to 2 cannot make the state grow.
+        erase_BLHK: The key times its erase gate. With keys of length 1, one gate a head from 0 to 2 cannot make the
+            state grow; gates for each channel can, where similar keys with different gates follow each other.
         written_BLHV: The value times its write gate.
         log_decay_BLHD: At most 0; -inf forgets everything. One number a head, or one for each key channel.
         initial_state_BHKV: State before the first token; zero by default.

@@ -103,10 +103,11 @@ def _segment(inputs: Inputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
     solved = torch.linalg.solve_triangular(to_changes_BHNCC, both, upper=False, unitriangular=True)
     own, of_start = solved.split((written.shape[-1], erase.shape[-1]), dim=-1)
     starts, changes = [], []
-    for n in range(own.shape[2]):
+    of_chunks = (x.unbind(2) for x in (own, of_start, k_BHNKC, of_chunk_BHNK1))  # once: a slice has a whole gradient
+    for own_BHCV, of_start_BHCK, k_BHKC, of_chunk_BHK1 in zip(*of_chunks, strict=True):
         starts.append(state_BHKV)
-        changes.append(own[:, :, n] - of_start[:, :, n] @ state_BHKV)
-        state_BHKV = of_chunk_BHNK1[:, :, n] * state_BHKV + k_BHNKC[:, :, n] @ changes[-1]
+        changes.append(own_BHCV - of_start_BHCK @ state_BHKV)
+        state_BHKV = of_chunk_BHK1 * state_BHKV + k_BHKC @ changes[-1]
     y_BHNCV = q @ torch.stack(starts, dim=2) + to_outputs_BHNCC @ torch.stack(changes, dim=2)
     y_BLHV = y_BHNCV.flatten(2, 3)[:, :, :L].transpose(1, 2)
     return y_BLHV.to(inputs.q_BLHK.dtype), state_BHKV
