@@ -194,9 +194,10 @@ class Muon(Adam):
             groups, queries, channels, columns = layer.shape
             factor_GQ = (self.cap / of_layer).where(of_layer > self.cap, 1.0).view(groups, queries, 1)
             factors = factor_GQ.new_ones(groups, queries + 2, channels)
-            factors[:, :queries] = factor_GQ if queries > 1 else factor_GQ.sqrt()
             if queries == 1:
-                factors[:, 1:2] = factor_GQ.sqrt()
+                factors[:, :2] = factor_GQ.sqrt()
+            else:
+                factors[:, :queries] = factor_GQ
             whole = factors.flatten().repeat_interleave(columns)
             layer.shard.mul_(whole[slice(*layer.owned)].to(layer.shard.dtype).view_as(layer.shard))
 

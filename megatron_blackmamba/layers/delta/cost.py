@@ -32,10 +32,10 @@ class DeltaCost(Cost):
     def kept(self, at: Sizes) -> int:
         """Return the bytes saved for the backward pass.
 
-        Saved are in_proj's input and output, and out_proj's input. In fp32 are convolved q, k and v, lengths of keys,
-        gates, decays before and behind softplus and as the rule reads them, all else that it reads, and outputs: of the
-        rule, normalised, with the norm's weight, and the gate. Context parallelism adds the last inputs of the part
-        before, the state at the start, and the matrices of all parts.
+        Saved are in_proj's input and output, and out_proj's input. The rest is in fp32: convolved q, k and v, lengths
+        of keys, gates, and decays before and behind softplus. All that the rule reads is saved, and four forms of its
+        output: as it is, normalised, with the norm's weight, and the gate. Context parallelism adds the last inputs of
+        the part before, the state at the start, and the matrices of all parts.
         """
         delta = at.model.delta
         H, G, K, V = sizes(at.model)

@@ -11,11 +11,11 @@ Shapes: S sequence, B batch, D model, R rank of decays.
 from functools import partial
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_blackmamba.layers.delta.arithmetic import mixed
 from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, rank, sizes
-from megatron_blackmamba.model.channels import Convolution
+from megatron_blackmamba.model.channels import Channels, Convolution
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import column, row
@@ -29,12 +29,8 @@ from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parall
 from megatron.core.transformer.module import MegatronModule
 
 
-class Decays(nn.Module):
+class Decays(Channels):
     """The projection of a token's R numbers to the decays of this rank's heads."""
-
-    def __init__(self, weight: nn.Parameter):
-        super().__init__()
-        self.weight = weight
 
     def forward(self, decay_BSR: Tensor) -> Tensor:
         return F.linear(decay_BSR, self.weight)
@@ -55,7 +51,7 @@ class DeltaMixer(MegatronModule):
         self.conv1d = Convolution(filters, None)
         self.decay_proj = None
         if by_channel(model):
-            self.decay_proj = Decays(empty(decays, rank(model), dtype=config.params_dtype))
+            self.decay_proj = Decays(empty(decays, rank(model), dtype=config.params_dtype), None)
         self.dt_bias = without_decay(empty(decays, dtype=config.full_precision))
         self.A_log = without_decay(empty(H // ranks, dtype=config.full_precision))
         self.norm = SharedNorm(V, config, self.tp_group)

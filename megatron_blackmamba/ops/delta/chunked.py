@@ -52,13 +52,12 @@ class _Scan(torch.autograd.Function):
     @first_order
     def backward(ctx, grad_y_BLHV, grad_state):
         inputs = Inputs(*ctx.saved_tensors)
-        tokens = inputs[:5]
-        grads = [torch.empty_like(x) for x in tokens]
+        grads = [torch.empty_like(x) for x in inputs[:5]]
         for part, start in zip(reversed(_segments(inputs)), reversed(ctx.starts), strict=True):
-            leaves = [x[:, part].detach().requires_grad_() for x in tokens]
-            start = start.detach().requires_grad_()
+            cut, start = _cut(inputs, part), start.detach().requires_grad_()
+            leaves = [x.detach().requires_grad_() for x in cut[:5]]
             with torch.enable_grad():
-                outputs = _segment(Inputs(*leaves, None, _of_part(inputs.reset_BL, part)), start)
+                outputs = _segment(Inputs(*leaves, None, cut.reset_BL), start)
             grad_state, *found = torch.autograd.grad(outputs, [start, *leaves], (grad_y_BLHV[:, part], grad_state))
             for whole, grad in zip(grads, found, strict=True):
                 whole[:, part] = grad
@@ -76,11 +75,8 @@ def _segments(inputs: Inputs) -> list[slice]:
 
 def _cut(inputs: Inputs, part: slice) -> Inputs:
     q, k, erase, written, log_decay = (x[:, part] for x in inputs[:5])
-    return Inputs(q, k, erase, written, log_decay, None, _of_part(inputs.reset_BL, part))
-
-
-def _of_part(x_BL: Tensor | None, part: slice) -> Tensor | None:
-    return None if x_BL is None else x_BL[:, part]
+    reset_BL = None if inputs.reset_BL is None else inputs.reset_BL[:, part]
+    return Inputs(q, k, erase, written, log_decay, None, reset_BL)
 
 
 def _segment(inputs: Inputs, state_BHKV: Tensor) -> tuple[Tensor, Tensor]:
