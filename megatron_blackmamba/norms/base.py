@@ -29,7 +29,7 @@ class NormKind(Kind, ABC):
     """Names of its parameters, of the shape `[D]`, in the order in which `apply` takes them."""
     released: ClassVar[bool] = False
     """Whether the released BlackMamba format has it."""
-    exported: ClassVar[bool | Cannot] = True
+    exported: ClassVar[bool | Cannot]
     """Whether the modeling files have a class for it."""
     ones: ClassVar[tuple[str, ...]] = ("weight",)
     """Parameters that are one at first; the others are zero."""

@@ -101,13 +101,18 @@ def _show_samples(
     micro_batches = dict(share.numbered()) if share else {}
     for number in numbers:
         pieces = list(share.clipped(tracer.pieces(number)) if share else tracer.pieces(number))
-        of_rank = {"micro_batch": micro_batches[number], "part": [share.here.start, share.here.stop]} if share else {}
+        of_rank = (
+            {"place": share.place, "micro_batch": micro_batches[number], "part": [share.here.start, share.here.stop]}
+            if share
+            else {}
+        )
         if as_json:
             described = [_described(piece, tracer.text(piece), chars) for piece in pieces]
             shown.append({"sample": number, "source": pieces[0].source, **of_rank, "documents": described})
             continue
         when = "".join(f"{name} {value}, " for name, value in asked.items() if value is not None)
         if share:
+            when += "".join(f"{group} {part}, " for group, part in share.place.items())
             when += f"micro-batch {micro_batches[number]}, tokens {share.here.start} to {share.here.stop - 1} of "
         print(f"=== {when}sample {number}: {pieces[0].source}, {counted(len(pieces), 'document')}")
         for piece in pieces:

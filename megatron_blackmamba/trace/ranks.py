@@ -23,6 +23,8 @@ class Share:
     micro_batches: list[Sequence[int]]
     here: slice
     """The place of its part in each sequence."""
+    place: dict[str, int]
+    """Its number in each group of ranks that has several, such as {"tensor": 1, "data": 2}; tensor counts fastest."""
 
     def numbered(self) -> list[tuple[int, int]]:
         """Return the samples in order, each with the number of its micro-batch."""
@@ -55,7 +57,14 @@ def share_of(
         raise TraceError(f"--rank {rank}: {processes} processes have ranks 0 to {processes - 1}. Add --processes N")
     with world.fake(parallel, processes, rank) as place:
         micro_batches = micro_batches_of(samples, rows, place.data_rank, place.data_size)
-        return Share(micro_batches, place_of_part(config.data.sequence_length, place.context_rank, parallel.context))
+        here = place_of_part(config.data.sequence_length, place.context_rank, parallel.context)
+        groups = {
+            "tensor": (place.tensor_rank, parallel.tensor),
+            "context": (place.context_rank, parallel.context),
+            "data": (place.data_rank, place.data_size),
+            "pipeline": (place.pipeline_rank, parallel.pipeline),
+        }
+        return Share(micro_batches, here, {name: number for name, (number, size) in groups.items() if size > 1})
 
 
 def parse_layout(text: str) -> ParallelConfig:

@@ -38,29 +38,8 @@ def layouts(names):
 
 def alone(name: str) -> str:
     """The run of one process that a layout is compared with."""
-    families = (
-        "bf16",
-        "narrow",
-        "fp8",
-        "fp32",
-        "cut",
-        "shipped",
-        "delta",
-        "kda",
-        "gdn",
-        "mamba2",
-        "mimo",
-        "parallel",
-        "transformer_moe",
-        "transformer",
-        "stable",
-        "attentive",
-        "ahead",
-        "nemotron",
-        "mixtral",
-        *ROUTERS,
-    )
-    family = next((f for f in families if name.startswith(f)), "")
+    families = [each.removesuffix("_solo") for each in RUNS if each.endswith("_solo")]
+    family = max((each for each in families if name.startswith(each)), key=len, default="")
     return f"{family}_solo".lstrip("_")
 
 

@@ -1,5 +1,8 @@
 """A router kind of one file goes the whole way, and so does state that a router keeps."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -175,6 +178,13 @@ def test_registry_refuses_taken_names():
 
     with pytest.raises(KindError, match="'sinkhorn' is taken by Sinkhorn of "):
         routers.register(Second)
+
+
+def test_faults_page_names_routers_that_balance_micro_batches():
+    page = Path(__file__).parents[2] / "docs" / "faults.md"
+    (row,) = (line for line in page.read_text().splitlines() if "`training.micro_batch`:" in line)
+    named = row.partition("`training.micro_batch`:")[2].partition(" balance ")[0]
+    assert set(re.findall("`(.+?)`", named)) == {k.name for k in routers.all_kinds() if k.balances_micro_batches}
 
 
 SCOPES = pytest.mark.parametrize(("scope", "named"), [("rank", "parallel.tensor"), ("data", "data-parallel ranks")])

@@ -1,5 +1,6 @@
 """Trace the training data from steps to documents, and from documents to steps."""
 
+import itertools
 import json
 import random
 from collections import defaultdict
@@ -136,12 +137,15 @@ def test_rank_s_trace_equals_the_tokens_it_read(run_in_parts, rank):
 
 
 def test_ranks_of_another_layout_share_a_batch(run):
-    tracer, read, size = Tracer(run), [], 16
+    tracer, read, size, places = Tracer(run), [], 16, []
     samples = tracer.steps.samples_of(50)
     for rank in range(8):
         share = ranks.share_of(tracer.config, samples, rank, ranks.parse_layout("tp2,ep2,cp2"), 8, 3)
         read += [(sample, place) for sample, _ in share.numbered() for place in range(size)[share.here]]
+        places.append(share.place)
     assert sorted(read) == sorted(2 * [(sample, place) for sample in samples for place in range(size)])  # two by TP
+    counted = [{"tensor": t, "context": c, "data": d} for d, c, t in itertools.product(range(2), repeat=3)]
+    assert places == counted
 
 
 def test_ranks_have_the_micro_batch_of_their_step(run):

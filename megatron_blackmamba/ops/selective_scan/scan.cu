@@ -4,7 +4,7 @@
 // memory STAGES - 1 steps ahead. The states before each step are saved in bf16 for the backward pass.
 //
 // Set by the compiler's options, each 0 or 1: HAS_Z (gate), HAS_RESET, SOFTPLUS, RAGGED (the length is no multiple of
-// four), SAVE (forward: save states), and CHANNELS (forward: channels of a thread, 1 or 2).
+// four), LOG_A (A is given as log(-A)), SAVE (forward: save states), and CHANNELS (forward: channels of a thread, 1 or 2).
 // `cuda_launch.py` reads the constants below: how many threads a kernel has, and how many BYTES of shared memory.
 // Letters: B batch, L length, I channels, N = 16 states, S segments, T = L / 4 steps, K = I / 128 blocks.
 constexpr int STATES = 16, STEP = 4, WIDTH = 128, ROW = WIDTH * 2;  // ROW: bytes of a token's channels
