@@ -342,6 +342,18 @@ def test_report_counts_members_close_to_the_threshold(words, write_jsonl, tmp_pa
     assert (cluster["documents"], cluster["close to the threshold"]) == (4, 0.333)
 
 
+@pytest.mark.parametrize(("close", "others", "suspicious"), [(10, 9, True), (9, 10, False), (18, 0, False)])
+def test_large_clusters_of_weak_copies_are_suspicious(close, others, suspicious, words, write_jsonl, tmp_path):
+    """Twenty documents, half of the removed ones close to the threshold."""
+    text = " ".join(words.take(200))
+    copies = [f"{edited(text, 18)} {place}" for place in range(close)]
+    copies += [f"{edited(text, 40)} {place}" for place in range(others)]
+    said = dedup(write_jsonl("a.jsonl", [f"{text} and so on", *copies]), tmp_path / "out", "--similarity", "0.7")
+    (cluster,) = json.loads((tmp_path / "out/.work/dedup/clusters.json").read_text())["largest"]
+    assert (cluster["documents"], cluster["suspicious"]) == (close + others + 1, suspicious)
+    assert ("warning: 1 of the largest clusters are suspicious" in said) == suspicious
+
+
 def test_estimate_is_near_the_measured_cost(tmp_path):
     """docs/cleaning.md has what 4,000,000 documents of this corpus took."""
     write_corpus(tmp_path / "a.jsonl", 2000, words=60, seed=0)
