@@ -17,6 +17,7 @@ from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.layers import Inputs
 from megatron_blackmamba.ops import decoding
 from megatron_blackmamba.ops.gated import activated
+from megatron_blackmamba.ops.rms_norm import norm_and_stream
 from megatron_blackmamba.ops.softcap import capped
 
 
@@ -173,17 +174,23 @@ class Decoder:
                 f" give [{batch}, L] with L of at least 1."
             )
         inputs = Inputs(tokens_BL, self._keep(tokens_BL, lengths_B), self._resets(state, tokens_BL))
-        residual_BLD = self.embedded(tokens_BL)
-        x_BLD = residual_BLD
+        x_BLD = residual_BLD = self.embedded(tokens_BL)
+        branch_BLD: Tensor | None = None  # what the layer before adds to the residual stream
         for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True):
             if norm_D is not None:
-                x_BLD = rms_norm(residual_BLD, norm_D, self.config.norm_eps).to(weights.dtype)
+                x_BLD, residual_BLD = norm_and_stream(
+                    residual_BLD, norm_D, self.config.norm_eps, branch_BLD, weights.dtype
+                )
+            elif branch_BLD is not None:
+                residual_BLD = residual_BLD + branch_BLD
             if choices is not None and how.routes:
                 choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), inputs, self.config)
                 choices.append(choice_TK.unflatten(0, tokens_BL.shape))
-            residual_BLD += how.read(self, layer, memory, x_BLD, inputs) * self.config.multipliers.residual
+            branch_BLD = how.read(self, layer, memory, x_BLD, inputs)
+            if self.config.multipliers.residual != 1:
+                branch_BLD = branch_BLD * self.config.multipliers.residual
         state.last_B.copy_(tokens_BL[:, -1])
-        return residual_BLD
+        return residual_BLD if branch_BLD is None else residual_BLD + branch_BLD
 
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
         """Multiply a few rows by a weight, in fp32."""

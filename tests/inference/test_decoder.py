@@ -183,6 +183,13 @@ def test_bf16_weights_follow_fp32_ones_closely(model):
         torch.testing.assert_close(*logits, atol=1e-3, rtol=1e-3)
 
 
+def test_bf16_prompt_follows_fp32_one_closely(model):
+    rounded, tokens_BL = cast(canonical(model), torch.bfloat16), torch.tensor([TOKENS[:6]])
+    decoders = [Decoder(pack(rounded, dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    exact, actual = (decoder.read_all(decoder.start(1), tokens_BL) for decoder in decoders)
+    torch.testing.assert_close(actual, exact, atol=5e-2, rtol=5e-2)
+
+
 def test_read_norms_only_the_last_row(decoder):
     """And gives the same logits bit for bit as the norm of all rows."""
     tokens_BL, weights = torch.tensor([TOKENS * 20, TOKENS[::-1] * 20]), decoder.weights

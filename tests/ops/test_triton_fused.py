@@ -79,6 +79,21 @@ def test_norm_adds_the_branch_and_stream_gradients(interpreted, dtype, beside, b
     assert_close(actual, named([y, stream], exact), TOLERANCE[dtype])
 
 
+def run_rounded_norm(x, branch, weight):
+    from megatron_blackmamba.ops.rms_norm import norm_and_stream
+
+    y, stream = norm_and_stream(x, weight, 1e-5, branch, torch.bfloat16)
+    return {"y": y, "stream": stream}
+
+
+def test_norm_of_another_dtype_is_rounded_once(interpreted):
+    x, branch, weight = random(7, 50, seed=0), random(7, 50, seed=4, dtype=torch.bfloat16), 1 + random(50, seed=1)
+    actual = interpreted(run_rounded_norm, x, branch, weight)
+    exact = F.rms_norm(x.double() + branch.double(), (50,), weight.double(), 1e-5)
+    torch.testing.assert_close(actual["y"], exact.bfloat16(), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(actual["stream"], x + branch)
+
+
 def run_norm_of_stream_alone(x, branch, weight, grad_stream):
     from megatron_blackmamba.ops.rms_norm import norm_and_stream
 

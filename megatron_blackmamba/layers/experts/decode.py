@@ -17,6 +17,7 @@ from megatron_blackmamba.layers.experts.kind import expert_weight, is_papers, is
 from megatron_blackmamba.layers.mlp import kind as mlp
 from megatron_blackmamba.ops.decoding import Step, experts_step
 from megatron_blackmamba.ops.experts import grouped_experts
+from megatron_blackmamba.ops.order import order_of
 from megatron_blackmamba.settings import ModelConfig
 
 
@@ -111,7 +112,7 @@ class ExpertsDecoding(Decoding):
             if x_BD.device.type == "cpu"
             else gathered(run, layer, x_PD, choice_P)
         )
-        y_BD = _weighed(y_PD, routed.weights)
+        y_BD = (y_PD.unflatten(0, routed.weights.shape) * routed.weights[..., None]).sum(dim=1)
         if not run.config.shared_expert_hidden_size:
             return y_BD
         assert isinstance(layer, RoutedLayer)
@@ -120,17 +121,12 @@ class ExpertsDecoding(Decoding):
     def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         routed = self.route(layer, x_TD.float(), inputs, run.config)
-        y_TD = _weighed(_grouped(run, layer, x_TD, routed.chosen), routed.weights)
+        y_TD = _grouped(run, layer, x_TD, routed)
         if run.config.shared_expert_hidden_size:
             assert isinstance(layer, RoutedLayer)
             hidden = run.activated(F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD))
             y_TD = y_TD + F.linear(hidden, layer.shared_fc2_DF).float()
         return y_TD.view_as(x_BLD)
-
-
-def _weighed(y_PD: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return the weighted sums of each token's outputs, which follow one another in y_PD."""
-    return (y_PD.unflatten(0, weights_TK.shape) * weights_TK[..., None]).sum(dim=1)
 
 
 def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -> Tensor:
@@ -161,12 +157,13 @@ def _expert(run: Runner, layer: ExpertsLayer, x_BD: Tensor, expert: int) -> Tens
     return run.times(run.activated(run.times(x_BD, layer.fc1_EGD[expert])), layer.fc2_EDF[expert])
 
 
-def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, choice_TK: Tensor) -> Tensor:
-    """Return the output of each of a token's experts, `[T * K, D]`."""
-    choice_P, K = choice_TK.flatten(), choice_TK.shape[1]
-    order_P = choice_P.argsort()
-    tokens_E = (choice_P[:, None] == torch.arange(len(layer.fc1_EGD), device=choice_P.device)).sum(dim=0)
-    x_PD = x_TD[order_P // K].to(layer.fc1_EGD.dtype)
+def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, routed: routers.Routed) -> Tensor:
+    """Return the weighted sum of each token's experts, computed as in training."""
+    (T, K), E = routed.chosen.shape, len(layer.fc1_EGD)
+    order_P, place_P, pairs_E = order_of(routed.chosen.flatten(), E)
+    x_PD = x_TD.to(layer.fc1_EGD.dtype).index_select(0, order_P if K == 1 else order_P // K)
+    weights_P = routed.weights.flatten().index_select(0, order_P)
     activation, gate = run.config.activation, run.config.gated
-    y_PD = grouped_experts(x_PD, tokens_E, layer.fc1_EGD, layer.fc2_EDF, activation=activation, gate=gate)
-    return torch.empty_like(y_PD, dtype=torch.float32).index_copy_(0, order_P, y_PD.float())
+    y_PD = grouped_experts(x_PD, pairs_E, layer.fc1_EGD, layer.fc2_EDF, weights_P, activation=activation, gate=gate)
+    y_PD = y_PD.index_select(0, place_P)
+    return y_PD if K == 1 else y_PD.view(T, K, -1).sum(dim=1, dtype=torch.float32)

@@ -3,6 +3,7 @@
 Shapes: D channels.
 """
 
+import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import backends
@@ -24,13 +25,18 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") 
     return y
 
 
-def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the norm of x + branch, and this sum to go on with. One kernel does both where it can, each way."""
+def norm_and_stream(
+    x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of x + branch, and this sum to go on with. One kernel does both where it can, each way.
+
+    dtype: Of the norm; by default the weight's.
+    """
     require_floats("rms_norm", x=x, weight=weight_D, branch=branch)
     require_shape("rms_norm", "weight", weight_D, x.shape[-1])
     require_shape("rms_norm", "branch", branch, *x.shape)
     if triton := backends.find(__name__, "triton", x, weight_D, branch):
-        both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps, branch)
+        both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps, branch, dtype)
         return both
     stream = x if branch is None else x + branch
-    return rms_norm(stream, weight_D, eps), stream
+    return rms_norm(stream, weight_D, eps).to(dtype or weight_D.dtype), stream

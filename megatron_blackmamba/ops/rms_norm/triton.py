@@ -34,18 +34,20 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return norm_and_stream(x, weight_D, eps)[0]
 
 
-def norm_and_stream(x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return _Norm.apply(x, weight_D, eps, branch)
+def norm_and_stream(
+    x: Tensor, weight_D: Tensor, eps: float, branch: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return _Norm.apply(x, weight_D, eps, branch, dtype or weight_D.dtype)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, branch):
+    def forward(ctx, x, weight, eps, branch, dtype):
         ctx.set_materialize_grads(False)
         rows = x.contiguous()
         added = rows if branch is None else branch.contiguous()
         stream = x.view_as(x) if branch is None else torch.empty_like(rows)
-        y = torch.empty_like(rows, dtype=weight.dtype)
+        y = torch.empty_like(rows, dtype=dtype)
         scale_T = rows.new_empty(rows.shape[:-1])
         if scale_T.numel():
             with torch.cuda.device_of(x):
@@ -63,13 +65,13 @@ class _Norm(torch.autograd.Function):
         x, weight, scale_T = ctx.saved_tensors
         if grad_y is None:
             grad_branch = None if ctx.branch is None or grad_stream is None else grad_stream.to(ctx.branch)
-            return grad_stream, None, None, grad_branch
+            return grad_stream, None, None, grad_branch, None
         grad_x, T = torch.empty_like(x), scale_T.numel()
         cast = ctx.branch not in (None, x.dtype)
         grad_cast = torch.empty_like(x, dtype=ctx.branch) if cast else grad_x
         grad_branch = None if ctx.branch is None else grad_cast
         if not T:
-            return grad_x, torch.zeros_like(weight), None, grad_branch
+            return grad_x, torch.zeros_like(weight), None, grad_branch, None
         sums_PD = x.new_empty(min(programs(x), T), x.shape[-1])
         stream = None if grad_stream is None else grad_stream.contiguous()
         with torch.cuda.device_of(x):
@@ -77,7 +79,7 @@ class _Norm(torch.autograd.Function):
                 x, weight, scale_T, grad_y.contiguous(), stream, grad_x, grad_cast, sums_PD, T,
                 ADD=stream is not None, CAST=cast, **_options(x),
             )  # fmt: skip
-        return grad_x, sums_PD.sum(0).to(weight.dtype), None, grad_branch
+        return grad_x, sums_PD.sum(0).to(weight.dtype), None, grad_branch, None
 
 
 def programs(x: Tensor) -> int:
