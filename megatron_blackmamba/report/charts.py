@@ -39,6 +39,10 @@ class Line:
     colour: int = 0
     dashed: bool = False
     thin: bool = False
+    smooth: bool = False
+    """Whether it is noisy, so that the page may smooth it."""
+    run: int = 0
+    """Which of the page's runs says where its places lie on other axes."""
 
     @property
     def band(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -175,7 +179,7 @@ class Lines(Chart):
         described = []
         for curve in self.curves:
             one = {"name": curve.name, "colour": curve.colour % COLOURS, "dashed": curve.dashed}
-            one |= {"thin": True} if curve.thin else {}
+            one |= {name: value for name in ("thin", "smooth", "run") if (value := getattr(curve, name))}
             one |= {"x": interactive.numbers(curve.x), "y": interactive.numbers(curve.y)}
             if curve.band is not None:
                 one |= dict(zip(("low", "high"), map(interactive.numbers, curve.band), strict=True))
@@ -359,12 +363,12 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Format a number: 12k, 3.4M, 2e-4."""
+    """Format a number: 12k, 3.4M, 2e-4, 1.5e21."""
     size = abs(value)
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size >= unit:
+        if unit <= size < 1e15:
             return f"{value / unit:.3g}{name}"
-    if size and size < 1e-3:
+    if size and not 1e-3 <= size < 1e15:
         digits, power = f"{value:.1e}".split("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.3g}"
@@ -399,6 +403,7 @@ def _clipped(name: str, most: int = 15) -> str:
 
 
 def _legend(curves: Sequence[Line]) -> str:
+    curves = [*{curve.name: curve for curve in reversed(curves)}.values()][::-1]
     if len(curves) < 2:
         return ""
     keys = (f'<span class="key"><i class="swatch c{c.colour % COLOURS}"></i>{escape(c.name)}</span>' for c in curves)

@@ -17,6 +17,9 @@ from megatron_blackmamba.report.history import History, ReportError, Series, rea
 RESAMPLES = 10_000
 WINDOW, FEWEST_STEPS, LARGEST_WINDOW = 0.02, 20, 0.1
 """Part of a run over which its training loss is averaged: more of a short run, for 20 steps, but at most 10%."""
+AXES = {"tokens": "tokens", "flops": "training FLOPs", "step": "step", "hours": "hours"}
+PLACES = 200
+"""Places at which a page knows all axes of a run; between them it interpolates."""
 NOT_COMPARED = {"name", "folder"}
 
 
@@ -64,11 +67,17 @@ class Compared:
         tokens = np.interp(steps, self.tokens.step, self.tokens.value)
         return tokens * self.flops_per_token + self.flops_before if axis == "flops" else tokens
 
+    def axes(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return where some of its steps lie on each axis that is known, by what a page calls it."""
+        steps = self.tokens.step[np.unique(np.linspace(0, len(self.tokens.step) - 1, PLACES).astype(int))]
+        found = {AXES[name]: self.along(name, steps) for name in names}
+        return {name: places for name, places in found.items() if np.isfinite(places).all()}
+
     def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
         """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
         where, losses = self._whole_way(axis, lambda run: run.history.scalars["loss"])
         before = int((where <= place).sum())
-        steps = max(1, round(max(WINDOW * before, min(FEWEST_STEPS, LARGEST_WINDOW * before))))
+        steps = last_steps(before)
         near = losses[max(0, before - steps) : before]
         near = near[np.isfinite(near)]
         if not len(near):
@@ -127,6 +136,16 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
         scores = read_run(path)
         found.append(compared(history, scores, validation, bits))
     return found
+
+
+def last_steps(steps: int) -> int:
+    """Return over how many of the last steps a training loss is averaged."""
+    return max(1, round(max(WINDOW * steps, min(FEWEST_STEPS, LARGEST_WINDOW * steps))))
+
+
+def half_interval(values: np.ndarray) -> float:
+    """Return half of the 95% interval of the mean of many values; NaN of one."""
+    return float(1.96 * values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def _validation(run: Compared) -> Series | None:
