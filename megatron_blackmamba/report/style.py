@@ -41,11 +41,11 @@ details{margin-top:16px}summary{cursor:pointer;font-weight:600}
 details pre{margin-top:8px}
 .wide{overflow-x:auto;margin:12px 0;font-size:.82rem;font-variant-numeric:tabular-nums}
 .wide table{border-collapse:collapse}
-.wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
-.wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}
-@media(max-width:600px){.wide th,.wide td{white-space:normal;overflow-wrap:normal;padding:3px 5px}
+.wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);overflow-wrap:normal}
+.wide td{max-width:28em;overflow-wrap:break-word}
+.wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}.wide thead th{color:var(--soft)}
+@media(max-width:600px){.wide th,.wide td{padding:3px 5px}
 .wide th:first-child{overflow-wrap:anywhere;min-width:7.5em;max-width:38vw}}
-.wide thead th{color:var(--soft)}
 ul{padding-left:20px}li{font-size:.9rem}
 footer{margin-top:40px;color:var(--soft);font-size:.8rem}
 """

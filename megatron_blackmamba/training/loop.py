@@ -164,8 +164,8 @@ class Trainer:
             if self.progress.end_of_data(self.config) != len(self.data.train):  # other batches, or skipped ranges
                 self.data = self.open_data()
             self.reopen_batches()
-            at = {"sample": self.progress.next_sample, "steps_left": self.steps_left}
-            self.event(events.Resumed(changes=changes, **at, **size))
+            size |= {"sample": self.progress.next_sample, "steps_left": self.steps_left}
+            self.event(events.Resumed(changes=changes, **size))
         elif self.branch:  # take over another run's checkpoint
             self.branch.refuse_data(self.data.record)
             self.branch.refuse_reread(self.config, self.data)
