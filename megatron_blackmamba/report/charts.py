@@ -223,6 +223,65 @@ class Lines(Chart):
 
 
 @dataclass(frozen=True)
+class Forest(Chart):
+    """A row for each estimate, with its interval and its number; the line is at zero, if that is among them."""
+
+    names: Sequence[str]
+    values: Sequence[float]
+    halves: Sequence[float | None]
+    """Half of each interval; None without one."""
+    x_label: str
+    signed: bool = False
+
+    @property
+    def shows(self) -> bool:
+        return len(self.names) > 0
+
+    def _ends(self) -> tuple[list[float], list[float]]:
+        halves = [half or 0.0 for half in self.halves]
+        lows, highs = ([v + sign * h for v, h in zip(self.values, halves, strict=True)] for sign in (-1, 1))
+        return lows, highs
+
+    def _said(self, i: int) -> str:
+        half = self.halves[i]
+        return f"{self.values[i]:{'+' if self.signed else ''}.3f}" + (f" ± {half:.3f}" if half is not None else "")
+
+    def _svg(self) -> str:
+        wide, label, said, row = 400, 138, 100, 22  # narrow, so that its text can be read on a phone
+        height, (lows, highs) = TOP + len(self.names) * row + 34, self._ends()
+        low, high = (min([0.0, *lows]), max([0.0, *highs])) if self.signed else (min(lows), max(highs))
+        pad = 0.04 * (high - low) or 0.1
+        span, first, whole = wide - label - said, low - pad, high - low + 2 * pad
+
+        def at(value: float) -> float:
+            return label + (value - first) / whole * span
+
+        bottom, drawn = TOP + len(self.names) * row, []
+        for tick in ticks(low, high):
+            kind = "axis" if tick == 0 else "grid"
+            drawn.append(f'<line class="{kind}" x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{TOP}" y2="{bottom}"/>')
+            drawn.append(_text(at(tick), bottom + 14, short(tick), "middle"))
+        for i, name in enumerate(self.names):
+            y = TOP + (i + 0.5) * row
+            drawn.append(_text(label - 8, y + 4, _clipped(name, 22), "end"))
+            drawn.append(
+                f'<line class="line c0" x1="{at(lows[i]):.1f}" x2="{at(highs[i]):.1f}" y1="{y}" y2="{y}"/>'
+                f'<circle class="dot c0" cx="{at(self.values[i]):.1f}" cy="{y}" r="3.5">'
+                f"<title>{escape(name)}: {self._said(i)}</title></circle>"
+            )
+            drawn.append(_text(wide - said + 6, y + 4, self._said(i), "start"))
+        drawn.append(_text(label + span / 2, height - 4, self.x_label, "middle"))
+        return _figure(self.title, "".join(drawn), "", height, wide)
+
+    def draw(self, axes: "Axes") -> None:
+        places = np.arange(len(self.names))
+        axes.errorbar(self.values, places, xerr=[half or 0.0 for half in self.halves], fmt="o", capsize=3)
+        axes.set_yticks(places, [_clipped(name, 24) for name in self.names])
+        axes.invert_yaxis()
+        axes.set_xlabel(self.x_label)
+
+
+@dataclass(frozen=True)
 class Stacked(Chart):
     """Shares `[X, names]` that add up to 1, stacked, over steps."""
 
@@ -410,9 +469,9 @@ def _legend(curves: Sequence[Line]) -> str:
     return f'<p class="legend">{"".join(keys)}</p>'
 
 
-def _figure(title: str, drawing: str, legend: str, height: float = HEIGHT) -> str:
+def _figure(title: str, drawing: str, legend: str, height: float = HEIGHT, width: int = WIDTH) -> str:
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">{drawing}</svg>'
+        f'<svg class="chart" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(title)}">{drawing}</svg>'
         f"{legend}</figure>"
     )

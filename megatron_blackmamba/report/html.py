@@ -1,5 +1,6 @@
 """Frame, sections and tables of the pages."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -20,11 +21,12 @@ def page(title: str, header: str, sections: Sequence[str], footer: str, axes: Se
 
     axes: For each run of the page, places on all axes that its charts can be drawn along; the first is the default.
     """
-    body, headings = "".join(sections), []
-    for number, heading in enumerate(re.findall("<h2>(.*?)</h2>", body)):
-        body = body.replace(f"<h2>{heading}</h2>", f'<h2 id="s{number}">{heading}</h2>', 1)
-        headings.append(f'<a href="#s{number}">{heading}</a>')
-    contents = f"<nav>{' '.join(headings)}</nav>" if len(headings) >= CONTENTS_FROM else ""
+    whole = "".join(sections)
+    headings = re.findall("<section><h2>(.*?)</h2>", whole)
+    links = " ".join(f'<a href="#s{number}">{heading}</a>' for number, heading in enumerate(headings))
+    contents = f"<nav>{links}</nav>" if len(headings) >= CONTENTS_FROM else ""
+    number = itertools.count()
+    body = re.sub("<section>(?=<h2>)", lambda _: f'<section id="s{next(number)}">', whole)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -64,10 +66,12 @@ def facts(found: Sequence[tuple[str, str]]) -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; the first column is the heading of its row."""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
+    body = "".join(f"<tr><th>{escape(row[0])}</th>{''.join(map(_cell, row[1:]))}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    return f"<td>{escape(text)}</td>".replace(" ± ", "\u00a0±\u00a0")
 
 
 def scores(evaluation: Evaluation) -> str:

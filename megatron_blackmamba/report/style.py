@@ -44,8 +44,8 @@ details pre{margin-top:8px}
 .wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);overflow-wrap:normal}
 .wide td{max-width:28em;overflow-wrap:break-word}
 .wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}.wide thead th{color:var(--soft)}
-@media(max-width:600px){.wide th,.wide td{padding:3px 5px}
-.wide th:first-child{overflow-wrap:anywhere;min-width:7.5em;max-width:38vw}}
+@media(max-width:600px){.wide th,.wide td{padding:3px 5px}.wide td{max-width:9em;overflow-wrap:break-word}
+.wide th:first-child{overflow-wrap:anywhere;min-width:8em;max-width:42vw}}
 ul{padding-left:20px}li{font-size:.9rem}
 footer{margin-top:40px;color:var(--soft);font-size:.8rem}
 """
