@@ -257,7 +257,7 @@ class Forest(Chart):
             return label + (value - first) / whole * span
 
         bottom, drawn = TOP + len(self.names) * row, []
-        for tick in ticks(low, high):
+        for tick in ticks(first, first + whole):
             kind = "axis" if tick == 0 else "grid"
             drawn.append(f'<line class="{kind}" x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{TOP}" y2="{bottom}"/>')
             drawn.append(_text(at(tick), bottom + 14, short(tick), "middle"))

@@ -71,7 +71,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return f"<td>{escape(text)}</td>".replace(" ± ", "\u00a0±\u00a0")
+    whole = ' class="whole"' if " ± " in text else ""  # on one line
+    return f"<td{whole}>{escape(text)}</td>"
 
 
 def scores(evaluation: Evaluation) -> str:

@@ -38,11 +38,11 @@ vertical-align:middle;margin-right:5px}
 pre{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:12px;white-space:pre-wrap;
 font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace;margin:0 0 12px}
 details{margin-top:16px}summary{cursor:pointer;font-weight:600}
-details pre{margin-top:8px}
+details pre{margin-top:8px}details details{margin-left:16px}details details summary{font-weight:400;font-size:.9rem}
 .wide{overflow-x:auto;margin:12px 0;font-size:.82rem;font-variant-numeric:tabular-nums}
 .wide table{border-collapse:collapse}
 .wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);overflow-wrap:normal}
-.wide td{max-width:28em;overflow-wrap:break-word}
+.wide td{max-width:28em;overflow-wrap:break-word}.wide td.whole{white-space:nowrap}
 .wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}.wide thead th{color:var(--soft)}
 @media(max-width:600px){.wide th,.wide td{padding:3px 5px}.wide td{max-width:9em;overflow-wrap:break-word}
 .wide th:first-child{overflow-wrap:anywhere;min-width:8em;max-width:42vw}}
