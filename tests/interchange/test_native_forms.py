@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from megatron_blackmamba.config import load
 from megatron_blackmamba.interchange import convert, megatron, native, through_megatron
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.native.base import WITHOUT_EFFECT
 from megatron_blackmamba.interchange.upcycle import upcycled
 from tests.interchange.native_grid import ODD, SIZES, tensors, write_model
 
@@ -50,6 +51,16 @@ def test_these_settings_make_a_native_model(overrides, model_type):
     assert (architecture.model_type, obstacles) == (model_type, [])
     config = AutoConfig.for_model(model_type, **architecture.exported(model))  # which checks the types of values
     assert config.vocab_size == model.vocab_size
+
+
+@pytest.mark.parametrize("family", native.ARCHITECTURES, ids=lambda family: family.model_type)
+def test_keys_a_file_lacks_have_defaults_that_convert(family):
+    """A config.json may leave out what equals its class's default, so a missing key must mean what import assumes."""
+    theirs = json.loads(AutoConfig.for_model(family.model_type).to_json_string(use_diff=False))
+    one_value = {**{key: (value,) for key, value in family.fixed.items()}, **family.only}
+    assert {key: theirs[key] for key, values in one_value.items() if theirs.get(key, values[0]) not in values} == {}
+    known = {*family.fields, *one_value, *family.ignored, *WITHOUT_EFFECT}
+    assert [key for key, value in theirs.items() if value is True and key not in known] == []  # False would pass
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,12 @@ def test_allowing_a_section_allows_only_its_keys():
     "model, change, told",
     [
         ([], "training.micro_batch=2", "training.micro_batch: 2 from step 51 .*balances each micro-batch"),
-        (["model.router.kind=expert_bias"], "training.micro_batch=2", None),
-        (["model.pattern=MM"], "training.micro_batch=2", None),
+        (
+            ["model.router.kind=expert_bias"],
+            "training.micro_batch=2",
+            "training.micro_batch: 2 from step 51 on, . before$",
+        ),
+        (["model.pattern=MM"], "training.micro_batch=2", "training.micro_batch: 2 from step 51 on, . before$"),
         (["model.router.scope=rank"], "parallel.tensor=2", "parallel.tensor: 2 from .*the choice depends on parallel"),
         ([], "parallel.tensor=2", None),
     ],

@@ -35,7 +35,7 @@ class ResumeError(ValueError):
 def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> list[str]:
     """Raise ResumeError unless `config` may continue the run that was saved with config `saved`.
 
-    Returns one line for each change that was allowed by name, or that changes the routing.
+    Returns one line for each change that was allowed by name, that changes the routing, or that `data trace` needs.
     """
     changes = list(differences(saved, config.model_dump(mode="json", by_alias=True)))
     whole = not config.optimizer.distributed
@@ -58,7 +58,10 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
             f" To continue with the new value, allow it: 'resume.allow=[{keys}]'."
         )
     told = [(change, "") for change in named]
-    told += [(change, why) for change in changes if (why := _changes_routing(change[0], config.model))]
+    for change in changes:
+        why = _changes_routing(change[0], config.model)
+        if why or change[0] == "training.micro_batch":  # which says what each rank read: trace/ranks.py
+            told.append((change, why))
     return [f"{key}: {shown(new)} from step {step + 1} on, {shown(old)} before{why}" for (key, old, new), why in told]
 
 
