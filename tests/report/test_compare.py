@@ -26,6 +26,7 @@ from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import Overview, overviews, show
 from megatron_blackmamba.report.page import render as render_run
 from tests.pages import check_page
+from tests.serving.browser import BROWSER, Browser
 
 SHARES = {"code": "3/4", "prose": "1/4"}
 
@@ -158,6 +159,24 @@ def test_long_names_lose_what_they_share():
     assert short_names(["softmax-xs-seed2-learning_rate", "mamba-xs-seed2-learning_rate"]) == ["softmax", "mamba"]
     assert short_names(["base", "base_2"]) == ["base", "base_2"]
     assert short_names(["a_very_long_name_of_a_run", "a_very_long_name_of_a_run_2"]) == ["run", "run_2"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_axis_of_a_comparison_is_switched_on_a_phone(two, tmp_path):
+    """40 steps of 36 seconds, and 60 of them."""
+    page = compare(two, tmp_path / "compare.html", Console(file=io.StringIO()))
+    browser = Browser(tmp_path / "browser")
+    try:
+        browser.size(375, 800)
+        browser("Page.navigate", url=page.as_uri())
+        browser.wait("document.querySelectorAll('.uplot').length === 5")
+        browser.value("""{ const by = document.querySelector('.controls select'); by.value = 'hours';
+            by.dispatchEvent(new Event('input')) }""")
+        browser.wait("document.querySelector('.u-legend').innerText.startsWith('hours0.6')")
+        assert browser.value("document.documentElement.scrollWidth") == 375
+        assert browser.errors == []
+    finally:
+        browser.close()
 
 
 def test_changes_during_a_run_are_listed(two, tmp_path):
