@@ -157,7 +157,7 @@ def test_layers_are_divided_into_shares():
     assert texts(figure)["layer 1"][0] < 70  # beside its bar
 
 
-def test_estimates_have_a_dot_an_interval_and_their_number():
+def test_estimates_have_dots_intervals_and_numbers():
     figure = charts.Forest("x", ["a", "b"], [-0.1, 0.2], [0.1, None], "nats", signed=True)
     first, second = ([float(shape.get(at)) for at in ("x1", "x2")] for shape in shapes(figure, "line", "line"))
     dots = [float(dot.get("cx")) for dot in shapes(figure, "circle", "dot")]

@@ -138,7 +138,7 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
         read_all(two[:1])
 
 
-def test_noise_as_large_as_the_lead_is_no_lead(tmp_path):
+def test_noise_as_large_as_the_lead_decides_nothing(tmp_path):
     """The same batches add the same noise to both runs; other batches do not."""
     noise = np.random.default_rng(1).standard_normal((2, 61))
     first = write_run(tmp_path / "first", 60, loss=lambda step: 5 + noise[0, step])
@@ -162,7 +162,7 @@ def test_long_names_lose_what_they_share():
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-def test_axis_of_a_comparison_is_switched_on_a_phone(two, tmp_path):
+def test_axis_of_comparison_is_switched_on_phones(two, tmp_path):
     """40 steps of 36 seconds, and 60 of them."""
     page = compare(two, tmp_path / "compare.html", Console(file=io.StringIO()))
     browser = Browser(tmp_path / "browser")
