@@ -74,7 +74,7 @@ def _answers(evidence: Evidence) -> Iterator[str]:
     for verdict, sign in (("better than", -1), ("worse than", 1)):
         if clear := [each for each in found if sign * each[2].mean > (each[2].interval or 0.0)]:
             said = ", ".join(f"{o} at size {s} ({mean_of(each.values, '+')})" for o, s, each in clear)
-            yield f"{evidence.first} is {verdict} {said}."
+            yield f"{evidence.first} is {verdict} {said}: 95% intervals, before allowing for their number (Tests)."
 
 
 def summary(evidence: Evidence) -> list[str]:
