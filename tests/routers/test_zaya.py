@@ -132,7 +132,7 @@ def test_each_router_reads_the_one_before(build):
     assert not first.any() and second.abs().min() > 0
 
 
-def test_bias_evens_out_the_loads_in_an_own_loop(build):
+def test_bias_evens_out_loads_in_own_loops(build):
     network = moved(build(*MODEL, "model.router.bias_update_rate=0.01"), seed=3).train()
     router, shares = network.decoder.layers[1].mixer.router, []
     for _ in range(60):

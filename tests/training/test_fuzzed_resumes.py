@@ -46,7 +46,7 @@ def test_a_cut_run_ends_as_a_whole_one(forks, tmp_path, cut):
 
 @thorough
 @pytest.mark.xdist_group("forks")
-def test_a_killed_run_of_zaya_goes_on_in_other_stages(forks, tmp_path):
+def test_killed_zaya_goes_on_in_other_stages(forks, tmp_path):
     words = ZAYA | {"model.mamba2.groups": "2"}
     killed = replace(case(words, TWO_STAGES | {"parallel.tensor": "2"}, 4, TWO_PARTS, 2), killed=True)
     assert "top-1 agreement" in fuzz_resume.run(killed, forks, tmp_path)
