@@ -1,8 +1,11 @@
 """`--nproc N`: start N workers on this machine, with the variables of torchrun.
 
 Workers that crash or hang are started again from the newest checkpoint. If the kernel kills one for lack of memory
-before a new checkpoint, the run ends: it would be killed again. Neither torchrun's agent nor NVRx's ft_launcher fits:
-both die of SIGUSR1, kill workers that are still saving, and turn every exit code into 1.
+before a new checkpoint, the run ends: it would be killed again. With `--node K/M`, launchers on M machines start N
+workers each, and none starts them again: what started the launchers does.
+
+Neither torchrun's agent nor NVRx's ft_launcher fits: both die of SIGUSR1, kill workers that are still saving, and turn
+every exit code into 1.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -33,9 +37,19 @@ FORWARDED = {
     signal.SIGINT: signal.SIGINT,
     signal.SIGHUP: signal.SIGTERM,  # the terminal is gone: save
 }
+PORT = "29500"
+"""MASTER_PORT of several machines, unless it is set; a single one takes a free port."""
 SHOW_CURSOR = "\x1b[?25h"
 LAST_WORDS_SECONDS = 5.0  # for the others to say what they saw, once a worker has failed
 POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Node:
+    """The place of this machine among those of a run. With several, MASTER_ADDR names the first."""
+
+    number: int = 0
+    count: int = 1
 
 
 def launch_training(
@@ -44,10 +58,11 @@ def launch_training(
     processes: int,
     restarts: int = RESTARTS,
     asks_to_stop: Callable[[], bool] = bool,
+    node: Node = Node(),
 ) -> int:
-    """Run `blackmamba train` with these arguments as `processes` workers."""
+    """Run `blackmamba train` with these arguments as `processes` workers on this machine."""
     command = [sys.executable, "-m", "megatron_blackmamba", "train", *arguments]
-    return launch(command, processes, RunFolder.of(config), restarts, asks_to_stop)
+    return launch(command, processes, RunFolder.of(config), restarts, asks_to_stop, node)
 
 
 def launch(
@@ -56,6 +71,7 @@ def launch(
     run: RunFolder,
     restarts: int = RESTARTS,
     asks_to_stop: Callable[[], bool] = bool,
+    node: Node = Node(),
 ) -> int:
     """Run `command` as `processes` workers until all have ended; return the run's exit code.
 
@@ -63,13 +79,13 @@ def launch(
     asks_to_stop: called about twenty times a second; once it returns True, the workers save and end, as after SIGTERM.
     """
     run.refuse_obstacles()
-    lock = Lock(run.lock, launcher=True)  # before anything in the folder changes
+    lock = Lock(run.lock, launcher=True) if node.number == 0 else None  # before anything in the folder changes
     signals, code = _Signals(), 0
     left, earlier = restarts, _identity(run.requeue)
     try:
         while True:
             before = _newest(run)
-            group = signals.start(lambda: _Group(command, processes))
+            group = signals.start(lambda: _Group(command, processes, node))
             try:
                 code = group.wait(lambda: signals.ask(asks_to_stop))
             finally:
@@ -90,11 +106,13 @@ def launch(
                     _say(f"{restarts + 1} tries without a new checkpoint; the run stops here")
                 return code
             left -= 1
-            lock.restore()
+            if lock:
+                lock.restore()
             _say(f"starting again from {newest or 'the beginning'} (restarts left without a new checkpoint: {left})")
     finally:
         signals.release()
-        lock.discard() if code == BAD_INPUT else lock.release()
+        if lock:
+            lock.discard() if code == BAD_INPUT else lock.release()
         if sys.stdout.isatty():  # a worker that was killed could not tidy up its live display
             with contextlib.suppress(OSError):
                 print(end=SHOW_CURSOR, flush=True)
@@ -143,8 +161,9 @@ class _Signals:
 class _Group:
     """The workers, each a session of its own so that a terminal's Ctrl-C reaches them once, through us."""
 
-    def __init__(self, command: Sequence[str], processes: int) -> None:
-        port = free_port()
+    def __init__(self, command: Sequence[str], processes: int, node: Node = Node()) -> None:
+        environment = _environment(processes, node)
+        self._first = node.number * processes
         self._code: int | None = None
         self._killed_before = machine.killed_for_memory()
         self.out_of_memory = False
@@ -153,7 +172,7 @@ class _Group:
         self._workers = [
             subprocess.Popen(
                 command,
-                env={**_environment(rank, processes, port), SAID: self._said.name},
+                env={**environment, "RANK": str(self._first + rank), "LOCAL_RANK": str(rank), SAID: self._said.name},
                 start_new_session=True,
                 preexec_fn=partial(_before_exec, os.getpid()),
             )
@@ -174,7 +193,7 @@ class _Group:
                 rank, code = failed[0]
                 if self._code is not None or code in (BAD_INPUT, INTERRUPTED):
                     return self._code or code
-                _say(f"rank {rank} {self._end(code)}; ending the others")
+                _say(f"rank {self._first + rank} {self._end(code)}; ending the others")
                 self._wait_for_all(LAST_WORDS_SECONDS)
                 final = next((code for _, code in self._failed() if code in FINAL), None)
                 return final or (128 - code if code < 0 else code)
@@ -240,18 +259,18 @@ def _say(text: str) -> None:
         print(f"blackmamba: {text}", file=sys.stderr, flush=True)
 
 
-def _environment(rank: int, processes: int, port: int) -> Mapping[str, str]:
+def _environment(processes: int, node: Node) -> Mapping[str, str]:
+    """Return what all workers of this machine share."""
     threads = max(1, (os.cpu_count() or 1) // processes)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if node.count == 1 else {}
     return {
         "OMP_NUM_THREADS": str(threads),
+        "MASTER_PORT": PORT,
         **os.environ,
         LAUNCHED_BY: str(os.getpid()),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
+        "WORLD_SIZE": str(node.count * processes),
         "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **here,
     }
 
 

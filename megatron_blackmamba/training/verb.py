@@ -1,6 +1,7 @@
 """The verb `blackmamba train`, as the command line has it."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -28,6 +29,14 @@ def train(
     restarts: Annotated[
         int, typer.Option(min=0, help="With --nproc: restarts after a crash or hang between two checkpoints.")
     ] = RESTARTS,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/M",
+            help="With --nproc: this is machine K, from 0, of M. MASTER_ADDR names machine 0; no restarts here.",
+            show_default="one machine",
+        ),
+    ] = None,
 ) -> None:
     """Train, or resume a run from its newest checkpoint.
 
@@ -40,6 +49,8 @@ def train(
     [dim]blackmamba train my_run.yaml --minutes 30[/dim]
 
     [dim]srun blackmamba train blackmamba_1.5b data.mixture=mixture.yaml[/dim]
+
+    [dim]MASTER_ADDR=node0 blackmamba train my_run.yaml --nproc 8 --node 1/2[/dim]
     """
     run = compose(configs, quiet=nproc is not None, to_train=True)
     if minutes is not None:
@@ -49,9 +60,12 @@ def train(
     if nproc is None:
         from megatron_blackmamba.training.loop import train as train_here
 
+        if node is not None:
+            raise typer.BadParameter("needs --nproc, the number of processes on each machine", param_hint="--node")
+
         raise typer.Exit(train_here(run))
     from megatron_blackmamba.runtime import layout
-    from megatron_blackmamba.training.launcher import launch_training
+    from megatron_blackmamba.training.launcher import Node, launch_training
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nproc > MOST_PER_CORE * cores:
@@ -59,10 +73,24 @@ def train(
             f"--nproc {nproc} is too many for {cores} cores: use at most {MOST_PER_CORE * cores}, or more machines with"
             " torchrun or srun"
         )
-    layout.check(run, nproc)
+    place = Node() if node is None else Node(*_numbers(node))
+    layout.check(run, nproc * place.count)
     if nproc > cores:
         print(f"blackmamba: {nproc} processes share {cores} cores and are no faster than {cores}", file=sys.stderr)
-    code = launch_training(run, configs, nproc, restarts)
+    code = launch_training(run, configs, nproc, restarts if place.count == 1 else 0, node=place)
     if code == INTERRUPTED:
         interrupts.say()
     raise typer.Exit(code)
+
+
+def _numbers(node: str) -> tuple[int, int]:
+    """Return this machine's number and the count of machines from K/M."""
+    found = re.fullmatch(r"(\d+)/(\d+)", node)
+    number, count = (int(found[1]), int(found[2])) if found else (0, 0)
+    if number >= count:
+        raise typer.BadParameter(
+            f"{node}: give this machine's number, from 0, and their count: 0/2", param_hint="--node"
+        )
+    if count > 1 and not os.environ.get("MASTER_ADDR"):
+        raise typer.BadParameter("set MASTER_ADDR to the host of machine 0, on all machines", param_hint="--node")
+    return number, count

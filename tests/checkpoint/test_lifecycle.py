@@ -53,6 +53,12 @@ def damage(checkpoints, step, name="common.pt"):
     path.write_bytes(content)
 
 
+def test_weights_from_nowhere_are_refused(checkpoints, tmp_path):
+    """Rank 0 looks for the checkpoint, and every rank raises what it finds wrong."""
+    with pytest.raises(CheckpointError, match="nowhere"):
+        checkpoints().load_weights(tmp_path / "nowhere")
+
+
 def test_old_checkpoints_are_removed_but_milestones_stay(checkpoints):
     made = checkpoints("checkpoint.keep_last=2", "checkpoint.keep_every=3")
     for step in range(1, 8):

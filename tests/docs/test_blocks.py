@@ -43,6 +43,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
         *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
     ),
+    "several machines": ("kubectl apply ", "sky jobs launch ", "MASTER_ADDR=node0 blackmamba train "),
     "a GPU": (
         *("scripts/gpu_check.sh ", "PYTHON=.venv/bin/python scripts/gpu_carry.sh "),
         "POINTS=docs/studies/trend_gpu.json scripts/gpu_study.sh ",

@@ -20,8 +20,8 @@ from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
 from megatron_blackmamba.report.pictures import write_pictures
-from megatron_blackmamba.study import StudyError, corpus, page, progress
-from megatron_blackmamba.study.commands import draw, run
+from megatron_blackmamba.study import StudyError, commands, corpus, page, progress
+from megatron_blackmamba.study.commands import draw, open_study, run
 from megatron_blackmamba.study.confidence import half_interval
 from megatron_blackmamba.study.config import CorpusConfig, read_study, shipped
 from megatron_blackmamba.study.machine import Machine
@@ -300,3 +300,15 @@ def test_interrupted_study_resumes_to_its_page(session, tmp_path):
     assert found["tokens"] == 64 * 4 * 120
     assert found["balanced"] != found["loss"]
     assert "blackmamba" in (folder / "study.html").read_text()
+
+
+def test_study_trains_unless_only_its_page_is_asked(tmp_path):
+    class Recorder:
+        def train(self, cells):
+            trained.extend(cells)
+            return True
+
+    study, trained = open_study("smoke", tmp_path), []
+    cells = study.tuning()
+    assert not commands._do(cells, study, HowToRun(page_only=True), Recorder()) and trained == []
+    assert commands._do(cells, study, HowToRun(), Recorder()) and trained == cells

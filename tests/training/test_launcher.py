@@ -19,7 +19,8 @@ import sys
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.training import launcher
 launcher.LAST_WORDS_SECONDS = float(sys.argv[4])
-sys.exit(launcher.launch([sys.executable, "-c", sys.argv[1]], 2, RunFolder(sys.argv[2]), restarts=int(sys.argv[3])))
+command, node = [sys.executable, "-c", sys.argv[1]], launcher.Node(*map(int, sys.argv[5:]))
+sys.exit(launcher.launch(command, 2, RunFolder(sys.argv[2]), restarts=int(sys.argv[3]), node=node))
 """
 
 WORKER = """
@@ -51,9 +52,9 @@ def both():
 """
 
 
-def start(folder, body, restarts=0, last_words=300.0):
+def start(folder, body, restarts=0, last_words=300.0, node=()):
     worker = WORKER.format(folder=str(folder)) + body
-    command = [sys.executable, "-c", LAUNCH, worker, str(folder), str(restarts), str(last_words)]
+    command = [sys.executable, "-c", LAUNCH, worker, str(folder), str(restarts), str(last_words), *map(str, node)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -76,6 +77,21 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".sp
     assert code == 0
     assert first[:4] == ["0", "0", "2", "2"] and second[:4] == ["1", "1", "2", "2"]
     assert first[4:] == second[4:] and 0 < int(first[5]) < 65536
+
+
+def test_workers_of_two_machines_are_numbered_through(tmp_path, monkeypatch):
+    """Both launchers are in the folder at once; the second takes no lock there."""
+    monkeypatch.setenv("MASTER_ADDR", "first.example")
+    body = """
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+(folder / f"rank_{rank}").write_text(" ".join(os.environ[name] for name in names))
+while len(list(folder.glob("rank_*"))) < 4: time.sleep(0.02)
+"""
+    machines = [start(tmp_path, body, node=(number, 2)) for number in (0, 1)]
+    assert [finish(machine) for machine in machines] == [(0, "")] * 2
+    assert [(tmp_path / f"rank_{rank}").read_text() for rank in range(4)] == [
+        f"{rank} {rank % 2} 4 2 first.example {launcher.PORT}" for rank in range(4)
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
