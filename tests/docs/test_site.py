@@ -19,6 +19,7 @@ LOOKED_UP = {
     "data.md",
     "extending.md",
     "kernels.md",
+    "model_options.md",
     "performance.md",
 }
 """What is where in the code, worked examples in full, options and formats: each section is read alone."""
