@@ -33,9 +33,7 @@ def main(words: list[str]) -> None:
     middle = words.index("--")
     config = load(words[0], words[1:middle])
     if config.parallel.pipeline > 1 and carried(config.model):
-        sys.exit(
-            "Megatron-LM's loop exchanges the residual stream alone: with model.router.kind=zaya use parallel.pipeline=1."
-        )
+        sys.exit("Megatron-LM exchanges the residual stream alone: model.router.kind=zaya needs parallel.pipeline=1.")
     sys.argv[1:] = words[middle + 1 :]
     train_valid_test_datasets_provider.is_distributed = True
     pretrain(
