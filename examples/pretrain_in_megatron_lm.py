@@ -15,6 +15,7 @@ from typing import Any
 import megatron_blackmamba.model
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.engine import changes
+from megatron_blackmamba.layers import carried
 
 changes.install()  # to megatron-core, before Megatron-LM imports it
 
@@ -31,6 +32,8 @@ def main(words: list[str]) -> None:
     """Split the command line, and hand the model to Megatron-LM."""
     middle = words.index("--")
     config = load(words[0], words[1:middle])
+    if config.parallel.pipeline > 1 and carried(config.model):
+        sys.exit("Megatron-LM exchanges the residual stream alone: model.router.kind=zaya needs parallel.pipeline=1.")
     sys.argv[1:] = words[middle + 1 :]
     train_valid_test_datasets_provider.is_distributed = True
     pretrain(

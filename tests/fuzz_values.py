@@ -27,6 +27,7 @@ FACTORS = ("0", "0.5", "2")
 GROUPS = ("embedding", "head", "norms", "router", "recurrence", "mixers", "experts")
 VALUES: dict[str, tuple[str, ...]] = {
     "model.arrangement": ("parallel",),
+    "model.residual_scaling": ("true",),
     "model.vocab_size": ("48", "96"),
     "model.hidden_size": ("16", "48"),
     "model.state_size": ("2", "16"),
@@ -47,7 +48,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.logit_softcap": ("3",),
     "model.mamba_norms": ("true",),
     "model.eod_reset": ("0", "7"),
-    "model.router.kind": ("sinkhorn_bias", "softmax", "expert_bias", "quantile", "expert_choice", "hash"),
+    "model.router.kind": ("sinkhorn_bias", "softmax", "expert_bias", "quantile", "zaya", "expert_choice", "hash"),
+    "model.router.hidden_size": ("8", "20"),
     "model.router.iterations": ("0", "3", "auto"),
     "model.router.temperature": ("0.5",),
     "model.router.start": ("uniform",),

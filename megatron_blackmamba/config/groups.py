@@ -23,6 +23,8 @@ def group_of(parameter: str, model: ModelConfig) -> str:
     if parameter == mup.MTP_PROJECTION:
         return "mixers"
     mixer = layers.mixer_of(parameter, model)
+    if mixer is None and parameter.endswith(layers.SCALINGS):
+        return "norms"
     if mixer is None:
         is_head = parameter.startswith("output_layer.") and not model.tie_embeddings
         return "head" if is_head else "embedding"

@@ -68,6 +68,7 @@ class BlackMambaConfig(PretrainedConfig):
         router_bias_on_logits: Add that bias to the logits instead of the scores.
         router_kind: Router used in pretraining.
         router_options: Settings of that router. None: the defaults.
+        residual_scaling: Whether each layer has a scale and a bias of the stream and of its output.
         balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
         mamba_norms: Normalise dt, B and C of a Mamba layer by RMSNorm, and in a "mamba2" layer B and C of each group.
@@ -158,6 +159,7 @@ class BlackMambaConfig(PretrainedConfig):
         residual_multiplier: float = 1.0,
         attention_multiplier: float | None = None,
         logits_scaling: float = 1.0,
+        residual_scaling: bool = False,
         use_cache: bool = True,
         bos_token_id: int = 0,
         eos_token_id: int = 0,
@@ -237,6 +239,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.gated = gated
         self.router_scale = router_scale
         self.router_bias = router_bias
+        self.residual_scaling = residual_scaling
         self.attention_across_documents = attention_across_documents
         self.mamba_norms = mamba_norms
         self.logit_softcap = logit_softcap

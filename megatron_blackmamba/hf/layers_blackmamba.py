@@ -54,8 +54,11 @@ class Router(nn.Linear):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: Any, experts: int):
-        super().__init__(config.hidden_size, experts, bias=config.router_bias)
+    carries = False
+    """Whether `forward` also reads and returns what each router hands to the next."""
+
+    def __init__(self, config: Any, experts: int, inputs: int | None = None):
+        super().__init__(inputs or config.hidden_size, experts, bias=config.router_bias)
         self.top_k = config.num_experts_per_tok
         self.scores, self.normalized, self.scale = config.router_scores, config.router_normalized, config.router_scale
         self.balanced, self.bias_on_logits = config.balance_in_training, config.router_bias_on_logits
@@ -66,11 +69,12 @@ class Router(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Apply `fn`, but keep the expert bias in fp32 when the model is cast to half precision."""
-        before = self.expert_bias
+        all_before = dict(self._buffers)
         super()._apply(fn, recurse)
-        after = self.expert_bias
-        if before is not None and after is not None and before.dtype == torch.float32 != after.dtype:
-            self.expert_bias = before.to(after.device)
+        for name, before in all_before.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and before.dtype == torch.float32 != after.dtype:
+                self._buffers[name] = before.to(after.device)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,8 +104,37 @@ class Router(nn.Linear):
         return weights_Tk * self.scale, choice_Tk
 
 
+class ZayaRouter(Router):
+    """An MLP which also reads the router of the layer of experts before (ZAYA1)."""
+
+    carries = True
+
+    def __init__(self, config: Any, experts: int):
+        R = (config.router_options or {}).get("hidden_size", 256)
+        super().__init__(config, experts, inputs=R)
+        self.eps = config.norm_eps
+        self.down, self.down_bias = (nn.Parameter(torch.empty(shape)) for shape in ((R, config.hidden_size), (R,)))
+        self.carry, self.norm = (nn.Parameter(torch.ones(R)) for _ in range(2))
+        self.first, self.second = (nn.Parameter(torch.empty(R, R)) for _ in range(2))
+        self.first_bias, self.second_bias = (nn.Parameter(torch.zeros(R)) for _ in range(2))
+        for name in ("bias_mean", "bias_square", "bias_steps"):  # of the bias's Adam in pretraining
+            self.register_buffer(name, torch.zeros(experts, dtype=torch.float32))
+
+    def forward(self, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the logits, and what the next router reads."""
+        state = F.linear(widen(x), widen(self.down), widen(self.down_bias))
+        if carried is not None:
+            state = state + widen(self.carry) * carried
+        hidden = F.rms_norm(state, self.norm.shape, widen(self.norm), self.eps)
+        for weight, bias in ((self.first, self.first_bias), (self.second, self.second_bias)):
+            hidden = F.gelu(F.linear(hidden, widen(weight), widen(bias)))
+        return super().forward(hidden), state
+
+
 class HashRouter(nn.Module):
     """The router that hashes token ids, without weights; the outputs of a token's experts are averaged."""
+
+    carries = False
 
     def __init__(self, config: Any, experts: int):
         super().__init__()
@@ -121,8 +154,8 @@ class HashRouter(nn.Module):
         return torch.full_like(choice_Tk, 1, dtype=logits_TE.dtype) / self.top_k, choice_Tk
 
 
-ROUTERS: dict[str, Any] = {"hash": HashRouter}
-"""By router_kind the routers that choose otherwise than by logits."""
+ROUTERS: dict[str, Any] = {"hash": HashRouter, "zaya": ZayaRouter}
+"""By router_kind the routers that choose otherwise than by one linear's logits."""
 
 
 class Attention(nn.Module):
@@ -186,15 +219,22 @@ class Experts(nn.Module):
         shared = config.shared_expert_hidden_size
         self.shared_experts = MLP(config, shared) if shared else None
 
-    def forward(self, u_BLD: Tensor, ids_BL: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, u_BLD: Tensor, ids_BL: Tensor | None, carried_TR: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the output, each token's experts, and what the next router reads."""
         x_TD = u_BLD.flatten(0, 1)
         router = getattr(self.router, "base_layer", self.router)  # an adapter may wrap it
-        weights_Tk, choice_Tk = router.choose(self.router(x_TD), ids_BL)
+        if router.carries:
+            logits_TE, carried_TR = self.router(x_TD, carried_TR)
+        else:
+            logits_TE = self.router(x_TD)
+        weights_Tk, choice_Tk = router.choose(logits_TE, ids_BL)
         y_TkD = self._by_all(x_TD, choice_Tk) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_Tk)
         y_TD = (widen(y_TkD) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype)
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD.view_as(u_BLD), choice_Tk.view(*u_BLD.shape[:2], -1)
+        return y_TD.view_as(u_BLD), choice_Tk.view(*u_BLD.shape[:2], -1), carried_TR
 
     @torch.compiler.disable  # the sizes depend on the values: one known break of the graph
     def _by_choice(self, x_TD: Tensor, choice_Tk: Tensor) -> Tensor:
@@ -214,6 +254,17 @@ class Experts(nn.Module):
         return y_TkD
 
 
+class Affine(nn.Module):
+    """A bias and a scale of each channel."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((widen(x) + widen(self.bias)) * widen(self.scale)).to(x.dtype)
+
+
 class Layer(GradientCheckpointingLayer):
     """A residual block; config.mamba_moe_layers says which mixer it has."""
 
@@ -224,6 +275,8 @@ class Layer(GradientCheckpointingLayer):
         self.kind, self.multiplier = config.mamba_moe_layers[index], config.residual_multiplier
         shares = config.arrangement == "parallel" and index % 2 == 1
         self.norm = None if shares else RMSNorm(config.hidden_size, config.norm_eps)
+        scales, D = config.residual_scaling, config.hidden_size
+        self.stream, self.output = (Affine(D) if scales else nn.Identity() for _ in range(2))
         if self.kind == "r":
             self.mixer = MambaMixer(config, index)
         elif self.kind == "mamba2":
@@ -248,10 +301,11 @@ class Layer(GradientCheckpointingLayer):
         cache: Any,
         shared_BLD: Tensor | None = None,
         ids_BL: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        carried_TR: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """Return the residual stream, of a mixture of experts each token's expert, and the stream as it was normalized.
 
-        shared_BLD is that of the layer before, for a layer without a norm of its own.
+        shared_BLD is that of the layer before, for a layer without a norm of its own. Last comes what routers hand on.
         """
         x, choice_BLk = shared_BLD if self.norm is None else self.norm(residual_BLD), None
         if isinstance(self.mixer, Recurrent):
@@ -261,5 +315,5 @@ class Layer(GradientCheckpointingLayer):
         elif self.kind == "mlp":
             y = self.mixer(x)
         else:
-            y, choice_BLk = self.mixer(x, ids_BL)
-        return residual_BLD + y * self.multiplier, choice_BLk, x
+            y, choice_BLk, carried_TR = self.mixer(x, ids_BL, carried_TR)
+        return self.stream(residual_BLD) + self.output(y * self.multiplier), choice_BLk, x, carried_TR

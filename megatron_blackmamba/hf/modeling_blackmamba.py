@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput, logging
 from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
 from .functions_blackmamba import capped, widen
-from .layers_blackmamba import FINAL_NORMS, Layer
+from .layers_blackmamba import FINAL_NORMS, Affine, Layer, ZayaRouter
 from .recurrent_blackmamba import (
     DeltaMixer,
     Mamba2Mixer,
@@ -106,6 +106,16 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.weight) if isinstance(module, norms) else nn.init.normal_(module.weight, std=std)
             if isinstance(bias := getattr(module, "bias", None), Tensor):
                 nn.init.zeros_(bias)
+            if isinstance(module, ZayaRouter):
+                for weight in (module.down, module.first, module.second):
+                    nn.init.normal_(weight, std=std)
+                for one in (module.carry, module.norm):
+                    nn.init.ones_(one)
+                for zero in (module.down_bias, module.first_bias, module.second_bias):
+                    nn.init.zeros_(zero)
+        elif isinstance(module, Affine):
+            nn.init.ones_(module.scale)
+            nn.init.zeros_(module.bias)
         elif isinstance(module, MambaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
             I, N = module.A_log.shape
             module.A_log.copy_(torch.arange(1, N + 1, device=module.A_log.device).float().log().expand(I, N))
@@ -188,11 +198,12 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
         reset_BL = self._resets(input_ids, begins_BL, past)
         across = self.config.attention_across_documents
         segment_BL = _segments(keep_BL1, begins_BL if across else reset_BL, embeds, past)
-        hidden_states, choices, shared = [], [], None
+        hidden_states, choices, shared, carried = [], [], None, None
         for layer in self.decoder.layers:
             if output_hidden_states:
                 hidden_states.append(residual.to(embeds.dtype))
-            residual, choice_BLk, shared = layer(residual, keep_BL1, reset_BL, segment_BL, cache, shared, input_ids)
+            past_and_ids = (cache, shared, input_ids, carried)
+            residual, choice_BLk, shared, carried = layer(residual, keep_BL1, reset_BL, segment_BL, *past_and_ids)
             choices += [] if choice_BLk is None else [choice_BLk]
         if self.config.num_experts_per_tok == 1:
             choices = [choice_BLk[..., 0] for choice_BLk in choices]

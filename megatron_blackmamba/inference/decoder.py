@@ -73,6 +73,7 @@ class Decoder:
         self.how = decodings(weights.config)
         self.final_norm = norms.kind_of(weights.config.final_norm)
         in_order = self.config.arrangement == "sequential" and self.config.multipliers.residual == 1
+        in_order &= not self.config.residual_scaling
         compiles = fused and decoding.why_not(weights.embedding_VD) is None and in_order
         self.compiled = [
             how.compiled(layer, norm_D, self.config) if compiles and norm_D is not None else None
@@ -131,7 +132,7 @@ class Decoder:
         weights = self.weights
         layers = zip(self.how, weights.layers, weights.norms_D, state.memories, self.compiled, strict=True)
         x_BD = residual_BD
-        for how, layer, norm_D, memory, step in layers:
+        for i, (how, layer, norm_D, memory, step) in enumerate(layers):
             in_one = compiled and step is not None
             observed = choices is not None and how.routes
             if norm_D is not None and (observed or not in_one):
@@ -141,7 +142,17 @@ class Decoder:
             if compiled and step is not None:
                 step(residual_BD, *memory, threads=self.threads, last_B=state.last_B)
             else:
-                residual_BD += how.step(self, layer, memory, x_BD, inputs) * self.config.multipliers.residual
+                residual_BD += self._branch(i, residual_BD, how.step(self, layer, memory, x_BD, inputs))
+
+    def _branch(self, layer: int, residual: Tensor, y: Tensor) -> Tensor:
+        """Return what a layer's output adds to the residual stream, which residual scaling changes in place."""
+        if self.config.multipliers.residual != 1:
+            y = y * self.config.multipliers.residual
+        if self.config.residual_scaling:
+            scale_D, bias_D, output_scale_D, output_bias_D = self.weights.scalings_4D[layer]
+            residual.add_(bias_D).mul_(scale_D)
+            y = (y + output_bias_D) * output_scale_D
+        return y
 
     def _restart(self, state: State, compiled: bool) -> None:
         """Forget sequences whose document has ended, in the layers whose step does not do so."""
@@ -176,7 +187,8 @@ class Decoder:
         inputs = Inputs(tokens_BL, self._keep(tokens_BL, lengths_B), self._resets(state, tokens_BL))
         x_BLD = residual_BLD = self.embedded(tokens_BL)
         branch_BLD: Tensor | None = None  # what the layer before adds to the residual stream
-        for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True):
+        layers = zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True)
+        for i, (how, layer, norm_D, memory) in enumerate(layers):
             if norm_D is not None:
                 x_BLD, residual_BLD = norm_and_stream(
                     residual_BLD, norm_D, self.config.norm_eps, branch_BLD, weights.dtype
@@ -186,9 +198,7 @@ class Decoder:
             if choices is not None and how.routes:
                 choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), inputs, self.config)
                 choices.append(choice_TK.unflatten(0, tokens_BL.shape))
-            branch_BLD = how.read(self, layer, memory, x_BLD, inputs)
-            if self.config.multipliers.residual != 1:
-                branch_BLD = branch_BLD * self.config.multipliers.residual
+            branch_BLD = self._branch(i, residual_BLD, how.read(self, layer, memory, x_BLD, inputs))
         state.last_B.copy_(tokens_BL[:, -1])
         return residual_BLD if branch_BLD is None else residual_BLD + branch_BLD
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, MTP_NORMS, Canonical
-from megatron_blackmamba.layers import MTP, Cannot, Decoding, kinds_in
+from megatron_blackmamba.layers import MTP, SCALINGS, Cannot, Decoding, kinds_in
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Weights:
     """Each as its kind packed it."""
     norms_D: tuple[Tensor | None, ...]
     """The norm before each layer; None where it is that of the layer before."""
+    scalings_4D: tuple[tuple[Tensor, ...], ...]
+    """With model.residual_scaling, those of each layer in the order of `SCALINGS`."""
     final_norm_D: tuple[Tensor, ...]
     """The parameters of the last norm, as its kind lists them."""
     extra: "ExtraDepth | None" = None
@@ -54,13 +56,14 @@ class Weights:
         """Return where the tensors are in memory, which a captured step depends on."""
         layers = (tensor for layer in self.layers for tensor in vars(layer).values())
         norms_D = (norm_D for norm_D in self.norms_D if norm_D is not None)
-        every = (self.embedding_VD, self.head_VD, *layers, *norms_D, *self.final_norm_D)
+        scalings_D = (each for of_layer in self.scalings_4D for each in of_layer)
+        every = (self.embedding_VD, self.head_VD, *layers, *norms_D, *scalings_D, *self.final_norm_D)
         return tuple(tensor.data_ptr() for tensor in every)
 
     @property
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
-        vectors = (*self.final_norm_D, *self.norms_D)
+        vectors = (*self.final_norm_D, *self.norms_D, *(each for of_layer in self.scalings_4D for each in of_layer))
         ends = self.head_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
         return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))
@@ -104,6 +107,9 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
             get(f"decoder.layers.{i}.norm.weight") if model.config.has_norm(i) else None
             for i in range(model.config.layers)
         ),
+        tuple(tuple(get(f"decoder.layers.{i}.{name}") for name in SCALINGS) for i in range(model.config.layers))
+        if model.config.residual_scaling
+        else (),
         tuple(get(f"{norms.PREFIX}{name}") for name in norms.kind_of(model.config.final_norm).parameters),
         extra_depth(model.config.mtp.pattern) if model.config.mtp.pattern else None,
     )

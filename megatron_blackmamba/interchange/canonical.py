@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.evaluations import Evaluation
-from megatron_blackmamba.layers import MTP, kinds_in, layers_of, obstacles
+from megatron_blackmamba.layers import MTP, around_mixer, kinds_in, layers_of, obstacles
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
 MTP_NORMS = ("embedding_norm.weight", "hidden_norm.weight", "final_norm.weight")
@@ -193,8 +193,7 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     D = config.hidden_size
     result: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (config.vocab_size, D)}
     for i, kind in enumerate(layers_of(config.pattern)):
-        if config.has_norm(i):
-            result[f"decoder.layers.{i}.norm.weight"] = (D,)
+        result |= {f"decoder.layers.{i}.{name}": (D,) for name in around_mixer(config, i)}
         result |= {f"decoder.layers.{i}.mixer.{name}": shape for name, shape in kind.shapes(config).items()}
     result |= {f"{norms.PREFIX}{name}": (D,) for name in norms.kind_of(config.final_norm).parameters}
     if config.mtp.pattern:

@@ -62,6 +62,7 @@ _SAME = {
     "norm_eps": "norm_eps",
     "final_norm": "final_norm",
     "arrangement": "arrangement",
+    "residual_scaling": "residual_scaling",
     "logit_softcap": "logit_softcap",
 }
 

@@ -32,17 +32,21 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     if reset_BS is not None and not model.config.attention.across_documents:
         segment_BS = reset_BS.long().cumsum(1)
     ids = [tokens_BS] if kind_of(model.config.router.kind).reads_ids else []  # older modeling files take none
-    routers = []
+    routers: list[Router] = []
+    carried: Tensor | None = None
     for i, kind in enumerate(layers_of(model.config.pattern)):
         layer = _layer(config, model, i)
         if layer.norm is not None:
             shared = layer.norm(residual)
         if kind.routed:
             router = layer.mixer.router
-            logits_BSE = router(shared)
-            selecting_BSE = router.selecting(logits_BSE, *ids).view_as(logits_BSE)
+            x_TD = shared.flatten(0, 1)
+            logits_TE = router(x_TD, carried)[0] if getattr(router, "carries", False) else router(x_TD)
+            selecting_BSE = router.selecting(logits_TE, *ids).view(*tokens_BS.shape, -1)
             routers.append(Router.of(i, selecting_BSE, model.config.top_k))
-        residual, _, _ = layer(residual, None, reset_BS, segment_BS, None, shared, *ids)
+        own = {} if carried is None else {"carried_TR": carried}
+        residual, _, _, *left = layer(residual, None, reset_BS, segment_BS, None, shared, *ids, **own)
+        carried = next(iter(left), None)
     norm = norms.kind_of(model.config.final_norm)
     parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
     hidden = norm.apply(residual, parameters_D, model.config.norm_eps) / config.logits_scaling

@@ -113,6 +113,7 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         and f"{config.pattern}; the released format has no character for {' and '.join(sorted(other))}",
         "arrangement": config.arrangement != "sequential"
         and f"{config.arrangement}; the released code has one norm a layer",
+        "residual_scaling": config.residual_scaling and "true; the released code only adds",
         "experts": routes(config.pattern)
         and not 2 <= config.experts <= 9
         and f"{config.experts}; the released format writes 2 to 9, one character a layer",

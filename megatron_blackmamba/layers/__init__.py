@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 __all__ = [
+    "SCALINGS",
     "Cannot",
     "Cost",
     "Decoding",
@@ -31,9 +32,11 @@ __all__ = [
     "Weight",
     "Work",
     "all_kinds",
+    "around_mixer",
     "by_columns",
     "by_rows",
     "can_cut",
+    "carried",
     "check_keys",
     "described",
     "kind_of",
@@ -54,6 +57,8 @@ __all__ = [
 
 MTP = "extra_depth"
 """The name of the module of model.mtp. A module named mtp would have to be megatron-core's."""
+SCALINGS = ("stream.scale", "stream.bias", "output.scale", "output.bias")
+"""Parameters of a layer with model.residual_scaling."""
 _MIXER = re.compile(rf"(?P<stack>decoder|{MTP})\.layers\.(?P<layer>\d+)\.mixer\.(?P<name>.+)")
 _KINDS = Registry(LayerKind, "model.pattern", name="letter")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
@@ -74,6 +79,16 @@ def kinds_in(pattern: str) -> tuple[LayerKind, ...]:
 def routes(pattern: str) -> bool:
     """Return whether some layer sends tokens to experts."""
     return any(kind.routed for kind in kinds_in(pattern))
+
+
+def carried(model: "ModelConfig") -> int:
+    """Return how many numbers a token takes from layer to layer beside the residual stream."""
+    return max(kind.carried(model) for kind in kinds_in(model.pattern))
+
+
+def around_mixer(model: "ModelConfig", layer: int) -> list[str]:
+    """Return the names of a layer's parameters outside its mixer, each of the model's width."""
+    return ["norm.weight"] * model.has_norm(layer) + [*SCALINGS] * model.residual_scaling
 
 
 def unread_keys(pattern: str) -> dict[str, str]:

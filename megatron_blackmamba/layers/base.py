@@ -76,6 +76,10 @@ class LayerKind(Kind, ABC):
         """Return what the config lacks or gets wrong for this kind."""
         return []
 
+    def carried(self, model: ModelConfig) -> int:
+        """Return how many numbers a token takes from one of its layers to the next, beside the residual stream."""
+        return 0
+
     def rotates(self, model: ModelConfig) -> bool:
         """Return whether its layers get rotary position embeddings."""
         return self.rotary

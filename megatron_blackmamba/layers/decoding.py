@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inputs:
     """The inputs of a layer that decodes, beside hidden states."""
 
@@ -25,6 +25,8 @@ class Inputs:
     """0 at padding, which must leave no trace."""
     reset_BL: Tensor | None = None
     """True where the memory restarts first."""
+    carried_TR: Tensor | None = None
+    """What the last router left for the next, of each token; None before the first."""
 
 
 class Runner(Protocol):

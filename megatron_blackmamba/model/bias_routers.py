@@ -22,7 +22,7 @@ MEMORY = 0.9
 
 
 class BiasRouter(KindRouter):
-    """A router that gathers sums over a batch, and then moves its bias towards the one that follows from them."""
+    """A router that gathers sums over a batch, and then moves its bias by them."""
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
@@ -33,18 +33,22 @@ class BiasRouter(KindRouter):
     def _nothing(self) -> Tensor:
         """Return the sums before the first token."""
 
-    @abstractmethod
     def _found(self) -> Tensor:
         """Return the bias that follows from the sums."""
+        raise NotImplementedError
+
+    def _move(self) -> None:
+        """Change the bias by the sums over all ranks: by default, some of the way to the one that follows."""
+        self.expert_bias.mul_(MEMORY).add_(self._found().to(self.expert_bias), alpha=1 - MEMORY)
 
     def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         if self.training and self.counter_E is not None:
             at = self._gather(logits_TE, at)
         return super().routing(logits_TE, replace(at, bias_E=self.expert_bias))
 
-    @abstractmethod
     def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
         """Add to the sums; return what the kind reads, which may have a place to add to."""
+        return at
 
     def begin_batch(self) -> None:
         self.gathered.zero_()
@@ -53,7 +57,7 @@ class BiasRouter(KindRouter):
     def end_batch(self) -> None:
         if (group := self.groups["data"]) is not None:
             dist.all_reduce(self.gathered, group=group)
-        self.expert_bias.mul_(MEMORY).add_(self._found().to(self.expert_bias), alpha=1 - MEMORY)
+        self._move()
         self.gathered.zero_()
 
     def measured(self) -> Measured:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig, mup
-from megatron_blackmamba.layers import mixer_of, stacks_of
+from megatron_blackmamba.layers import SCALINGS, mixer_of, stacks_of
 from megatron_blackmamba.runtime.seeding import generator
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -47,8 +47,10 @@ def draw(name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, numbe
         return torch.ones(shape)
     if name.endswith("norm.bias"):
         return torch.zeros(shape)
-    std = init.std
-    if mixer := mixer_of(name, model):
+    std, mixer = init.std, mixer_of(name, model)
+    if mixer is None and name.endswith(SCALINGS):
+        return torch.ones(shape) if name.endswith("scale") else torch.zeros(shape)
+    if mixer:
         kind, own = mixer
         value = kind.initial(own, shape, model, random)
         if value is not None:

@@ -16,3 +16,5 @@ class LayerInputs:
     rotary: Tensor | None = None
     documents: Documents | None = None
     """The documents that attention stays within; None: it crosses them."""
+    carried_SBR: Tensor | None = None
+    """What the last router left for the next, of this rank's tokens; routers that `carried` says so write it."""

@@ -49,6 +49,21 @@ class LastNorm(nn.Module):
         return self.kind.apply(x.to(self.compute), parameters_D, self.eps).to(self.dtype)
 
 
+class Affine(nn.Module):
+    """A learned bias and scale of each channel (`model.residual_scaling`), in fp32 or float64."""
+
+    def __init__(self, config: MegatronConfig):
+        super().__init__()
+        self.scale, self.bias = (
+            without_decay(replicated(empty(config.hidden_size, dtype=config.params_dtype), config.sequence_parallel))
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        compute = torch.promote_types(x.dtype, torch.float32)
+        return ((x.to(compute) + self.bias.to(compute)) * self.scale.to(compute)).to(x.dtype)
+
+
 class GatedNorm(nn.Module):
     """The norm of each group's gated channels."""
 

@@ -56,7 +56,7 @@ class _Counted(Router):
     def _counts(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device.device())
 
-    def gating(self, hidden_SBD: Tensor) -> Tensor:
+    def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         """Return logits in fp32 (or float64): rounded to bf16, near-equal experts would swap."""
         if not self.kind.learned:
             return hidden_SBD.new_zeros(*hidden_SBD.shape[:2], self.num_experts, dtype=self.config.full_precision)
@@ -73,7 +73,7 @@ class _Counted(Router):
 
     def selecting(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the numbers by whose size tokens choose their experts by themselves, `[S, B, E]`."""
-        logits_TE = self.gating(hidden_SBD).flatten(0, 1)
+        logits_TE = self.gating(hidden_SBD, inputs).flatten(0, 1)
         selecting_TE = self.kind.selecting(logits_TE, self.tokens(hidden_SBD, inputs))
         return selecting_TE.unflatten(0, hidden_SBD.shape[:2])
 
@@ -125,15 +125,18 @@ class KindRouter(_Counted):
             self.register_buffer("unrouted", self._counts(2), persistent=False)
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
-        """Return the experts of each token; on GPUs the product that makes the router's gradient adds the experts'."""
-        if self.kind.learned and applies(hidden_SBD, self.weight):
-            logits_SBE, hidden_SBD = fp32_linear_and_input(hidden_SBD, self.weight, self.bias)
-        else:
-            logits_SBE = self.gating(hidden_SBD)
+        """Return the experts of each token."""
+        logits_SBE, hidden_SBD = self.logits(hidden_SBD, inputs)
         logits_TE = self.with_z_loss(logits_SBE).flatten(0, 1)
         chosen = self.routing(logits_TE.detach(), self.tokens(hidden_SBD, inputs))
         weigh = self.use.weight_map if chosen.dtype == torch.bool else self.use.weights
         return Routed(self.num_experts, chosen, weigh(logits_TE, chosen), hidden_SBD)
+
+    def logits(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> tuple[Tensor, Tensor]:
+        """Return also what experts read: on GPUs the product that makes the router's gradient adds theirs."""
+        if self.kind.learned and applies(hidden_SBD, self.weight):
+            return fp32_linear_and_input(hidden_SBD, self.weight, self.bias)
+        return self.gating(hidden_SBD), hidden_SBD
 
     def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         """Return the experts of each token: `[T, K]`, or `[T, E]` bool where their number differs."""
@@ -142,13 +145,13 @@ class KindRouter(_Counted):
             chosen = self.kind.choose(logits_TE, replace(at, tokens_E=counter_E if counts else None))
             self._refuse_wrong(chosen, logits_TE)
             if counter_E is not None and not counts:
-                _count(chosen, counter_E)
+                count(chosen, counter_E)
             if counter_E is not None and not self.kind.every_token_gets_k:
                 self.unrouted[0] += chosen.logical_not().all(1).sum()
                 self.unrouted[1] += len(chosen)
             return chosen
         choice_TK = largest(self.kind.selecting(logits_TE, at), self.described.top_k)
-        _count(choice_TK, self.tokens_E)
+        count(choice_TK, self.tokens_E)
         return choice_TK
 
     def _refuse_wrong(self, chosen: Tensor, logits_TE: Tensor) -> None:
@@ -177,7 +180,7 @@ class KindRouter(_Counted):
         return super().measured() | {"unrouted": (without, of)}
 
 
-def _count(chosen: Tensor, tokens_E: Tensor) -> None:
+def count(chosen: Tensor, tokens_E: Tensor) -> None:
     """Add the tokens of each expert, without waiting for the device."""
     if chosen.dtype == torch.bool:
         tokens_E += chosen.sum(dim=0)
@@ -193,13 +196,13 @@ class MegatronRouter(_Counted, TopKRouter):
         super().__init__(config, pg_collection)
         self._complete(config)
 
-    def gating(self, hidden_SBD: Tensor) -> Tensor:
+    def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         return self.with_z_loss(super().gating(hidden_SBD))
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         weights_TE, chosen_TE = super().forward(hidden_SBD)
         if (counter_E := self.counter_E) is not None:
-            _count(chosen_TE, counter_E)
+            count(chosen_TE, counter_E)
         return Routed(self.num_experts, chosen_TE, weights_TE, hidden_SBD)
 
     def measured(self) -> Measured:

@@ -7,6 +7,7 @@ Blocks are named by their place in the whole model, so a parameter has the same 
 Shapes: S sequence (of this rank), B batch, D model.
 """
 
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.layers import LayerKind, kind_of
+from megatron_blackmamba.layers import LayerKind, carried, kind_of
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.norms import RMSNorm
+from megatron_blackmamba.model.norms import Affine, RMSNorm
 from megatron_blackmamba.model.sharding import sharded_mixer, sharded_modules
 
 from megatron.core import tensor_parallel
@@ -46,6 +47,9 @@ class Block(MegatronModule):
         self.multiplier = config.described.multipliers.residual
         self.norm: Any = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
         self.mixer: Any = kind.named("mixer")(config, layer_number, pg_collection)
+        self.stream, self.output = (
+            Affine(config) if config.described.residual_scaling else nn.Identity() for _ in "so"
+        )
 
     def forward(
         self,
@@ -63,19 +67,27 @@ class Block(MegatronModule):
         recompute = self.recompute and self.training and torch.is_grad_enabled()
         if shared_SBD is None and not recompute:  # the norm's kernel adds
             hidden_SBD, residual_SBD = self.norm(residual_SBD, branch_SBD, and_stream=True)
-            return residual_SBD, scaled(self.mixer(hidden_SBD, inputs), self.multiplier)
+            return self.stream(residual_SBD), self.output(scaled(self.mixer(hidden_SBD, inputs), self.multiplier))
 
-        def mixed(x_SBD: Tensor) -> Tensor:
-            return scaled(self.mixer(self.norm(x_SBD) if shared_SBD is None else x_SBD, inputs), self.multiplier)
+        def mixed(x_SBD: Tensor, *carried_SBR: Tensor) -> tuple[Tensor, ...]:
+            own = replace(inputs, carried_SBR=next(iter(carried_SBR), None))  # a recomputed layer begins as it did
+            hidden_SBD = self.norm(x_SBD) if shared_SBD is None else x_SBD
+            y_SBD = self.output(scaled(self.mixer(hidden_SBD, own), self.multiplier))
+            return (y_SBD,) if own.carried_SBR is None else (y_SBD, own.carried_SBR)
 
         residual_SBD = added(residual_SBD, branch_SBD)
-        x_SBD = residual_SBD if shared_SBD is None else shared_SBD
-        return residual_SBD, tensor_parallel.checkpoint(mixed, False, x_SBD) if recompute else mixed(x_SBD)
+        reads = [residual_SBD if shared_SBD is None else shared_SBD]
+        if self.kind.carried(self.config.described) and inputs.carried_SBR is not None:
+            reads.append(inputs.carried_SBR)
+        branch_SBD, *left = tensor_parallel.checkpoint(mixed, False, *reads) if recompute else mixed(*reads)
+        if left:
+            (inputs.carried_SBR,) = left
+        return self.stream(residual_SBD), branch_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        norm = {"norm.": self.norm} if self.norm is not None else {}
+        around = {f"{name}.": module for name, module in self.named_children() if name != "mixer"}
         declared = self.kind.stored(self.config.described)
-        return sharded_modules(norm, prefix, sharded_offsets, metadata, self.groups.tp) | sharded_mixer(
+        return sharded_modules(around, prefix, sharded_offsets, metadata, self.groups.tp) | sharded_mixer(
             self.mixer, declared, f"{prefix}mixer.", metadata, self.groups
         )
 
@@ -96,6 +108,7 @@ class Stack(MegatronModule):
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
+        self.carried = carried(config.described)
         self.layers: Any = nn.ModuleList()  # megatron-core's schedules iterate over it
         for i in here:
             kind = kind_of(pattern[i])
@@ -108,12 +121,19 @@ class Stack(MegatronModule):
             self.final_layernorm = norm(config, config.hidden_size, eps=config.layernorm_epsilon)
 
     def set_input_tensor(self, received_SBD: Tensor) -> None:
-        """Set the residual stream from the previous pipeline stage; megatron-core's schedules call this."""
+        """Set what the previous pipeline stage sent, `between_stages`; megatron-core's schedules call this."""
         self.received_SBD = received_SBD
 
     def forward(self, residual_SBD: Tensor | None, inputs: LayerInputs) -> Tensor:
         x = residual_SBD if self.pre_process else self.received_SBD
         assert x is not None, "the stage before sent nothing"
+        if self.carried:
+            if self.pre_process:
+                inputs.carried_SBR = x.new_zeros(*x.shape[:-1], self.carried)
+            else:
+                x, inputs.carried_SBR = (
+                    part.contiguous() for part in x.tensor_split([self.config.hidden_size], dim=-1)
+                )
         branch: Tensor | None = None
         shared: Tensor | None = None
         block: Any
@@ -125,7 +145,9 @@ class Stack(MegatronModule):
         x = added(x, branch)
         if self.config.described.mtp.pattern and self.training:
             self.stream_SBD = x
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+        if self.final_layernorm is not None:
+            return self.final_layernorm(x)
+        return x if inputs.carried_SBR is None else torch.cat([x, inputs.carried_SBR], dim=-1)
 
     def take_stream(self) -> Tensor:
         """Return what the last norm read in the last forward pass of training with model.mtp, and let go of it."""
@@ -138,6 +160,11 @@ class Stack(MegatronModule):
         if self.final_layernorm is not None:
             modules["final_layernorm."] = self.final_layernorm
         return sharded_modules(modules, prefix, sharded_offsets, metadata, self.tp_group)
+
+
+def between_stages(model: ModelConfig, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shapes of what pipeline stages exchange: the stream, and behind it what layers carry beside it."""
+    return [(*shape[:-1], shape[-1] + carried(model)) for shape in shapes]
 
 
 def added(residual_SBD: Tensor, branch_SBD: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.costs import BOOL, FP32, INT64, Sizes
-from megatron_blackmamba.layers import LayerKind
+from megatron_blackmamba.layers import LayerKind, carried
 
 WIDTH = {"bf16": 2, "fp32": 4, "fp64": 8}
 """Bytes of a number, by training.precision."""
@@ -52,7 +52,10 @@ class Activations:
             shared = self._norm() if has_norm else 0
             hidden = self.width * self.model.hidden_size * self.sizes.here if has_norm else 0
             return shared + (hidden if recompute in kind.recompute else kind.costs.kept(self.sizes))
-        return self.residual() if recompute in kind.recompute else self._norm() + kind.costs.kept(self.sizes)
+        scaled = FP32 * self.model.hidden_size * self.sizes.here if self.model.residual_scaling else 0
+        if recompute in kind.recompute:
+            return self.residual() + FP32 * kind.carried(self.model) * self.sizes.here + scaled
+        return self._norm() + kind.costs.kept(self.sizes) + 2 * scaled
 
     def working(self, kind: LayerKind) -> int:
         """Return the bytes that the backward pass of one block needs in addition, without a scan's states."""
@@ -62,6 +65,10 @@ class Activations:
     def residual(self) -> int:
         """Return the bytes of the fp32 residual stream that enters a block."""
         return FP32 * self.model.hidden_size * self.sizes.here
+
+    def sent(self) -> int:
+        """Return the bytes that a pipeline stage sends to the next: the stream, and what layers carry beside it."""
+        return self.residual() + FP32 * carried(self.model) * self.sizes.here
 
     def head(self) -> int:
         """Return the bytes of the last norm and the head's input, without the logits."""

@@ -195,5 +195,5 @@ def _communication(config: RunConfig, sizes: Activations) -> int:
     parallel, D = config.parallel, config.model.hidden_size
     gathered = sizes.sizes.stream if parallel.tensor > 1 else 0
     dispatched = 2 * sizes.sizes.routed * D * sizes.width if parallel.expert > 1 else 0
-    streams = 2 * sizes.residual() if parallel.pipeline > 1 else 0
+    streams = 2 * sizes.sent() if parallel.pipeline > 1 else 0
     return gathered + dispatched + streams

@@ -50,6 +50,6 @@ def part_of(name: str, pattern: str) -> str:
         return "head"
     if parts[0] == MTP:
         return MTP_PART
-    if "layers" not in parts or parts[3] == "norm":
+    if "layers" not in parts or parts[3] != "mixer":  # the scales of model.residual_scaling among them
         return "norms"
     return kind_of(pattern[int(parts[2])]).part_of(".".join(parts[4:]))

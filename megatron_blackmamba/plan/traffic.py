@@ -114,8 +114,8 @@ def _layers(config: RunConfig, world_size: int) -> tuple[dict[str, float], dict[
 
 
 def _pipeline(config: RunConfig, world_size: int) -> float:
-    """Return the traffic of the fp32 residual stream forward and its gradient backward."""
-    return 2 * Activations(config, "cuda").residual() * layout.micro_batches(config, world_size)
+    """Return the traffic of the fp32 residual stream, and what is carried beside it, forward and its gradient back."""
+    return 2 * Activations(config, "cuda").sent() * layout.micro_batches(config, world_size)
 
 
 def _exchanged(config: RunConfig, state: State) -> tuple[float, float]:

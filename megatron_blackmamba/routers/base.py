@@ -15,6 +15,7 @@ from megatron_blackmamba.costs import BOOL, FP32, Sizes
 from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -189,6 +190,22 @@ class RouterKind(Kind, ABC):
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""
         return []
+
+    def inputs(self, model: ModelConfig) -> int:
+        """Return the columns of `weight`, whose product with its input are the logits."""
+        return model.hidden_size
+
+    def inside(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of weights between the hidden states and this input, by name in the module."""
+        return {}
+
+    def initial(self, name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor | None:
+        """Return the initial value of one of these; None: zero for a bias, else normal, with model.init's deviation."""
+        return None
+
+    def carried(self, model: ModelConfig) -> int:
+        """Return how many numbers a token takes from one layer's router to the next, `inputs.carried_SBR`."""
+        return 0
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that this kind sets."""

@@ -25,6 +25,7 @@ class RouterConfig(Section):
     softmax: an auxiliary loss balances the experts.
     expert_bias: a bias that follows the experts' loads balances them, without an auxiliary loss.
     quantile: a bias that would have given the last batches equal loads, without an auxiliary loss.
+    zaya: an MLP that also reads the router of the layer before, with a bias moved by an Adam of its own (ZAYA1).
     expert_choice: in training each expert takes its best tokens, so training is not causal.
     hash: a hash of the token id chooses, without weights; the outputs of several experts are averaged."""
     iterations: Annotated[int | Literal["auto"], FIXED_IN_RUN] = 1
@@ -41,7 +42,9 @@ class RouterConfig(Section):
     aux_loss: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss of the softmax router."""
     bias_update_rate: float = Field(0.001, gt=0)
-    """Amount by which expert_bias changes the bias of an expert after each step."""
+    """Amount by which expert_bias changes the bias of an expert after each step; of zaya, its Adam's learning rate."""
+    hidden_size: int = Field(256, gt=0, le=WIDEST)
+    """Width of zaya's MLP: the numbers of a token that each router hands to the next."""
     z_loss: Annotated[float, LOSS_WEIGHT] = Field(0.0, ge=0)
     """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
     bias: bool = True
@@ -219,6 +222,9 @@ class ModelConfig(Section):
     arrangement: Literal["sequential", "parallel"] = "sequential"
     """sequential: each layer has its own norm and residual connection (the paper).
     parallel: the two layers of a pair share one norm, and their outputs are summed (the paper's ablation)."""
+    residual_scaling: bool = False
+    """Learn a scale and a bias of each channel behind every layer, of the residual stream and of the layer's output
+    (ZAYA1)."""
     vocab_size: int = Field(gt=0, le=2**31)
     """Rows of the embedding: the tokenizer's vocabulary, padded."""
     hidden_size: int = Field(gt=0, le=WIDEST)
@@ -287,6 +293,14 @@ class ModelConfig(Section):
         if self.arrangement == "parallel" and self.layers % 2:
             raise ValueError(
                 f"model.arrangement=parallel pairs layers, and the pattern has {self.layers}: make it even"
+            )
+        if self.residual_scaling and self.arrangement == "parallel":
+            raise ValueError(
+                "model.residual_scaling scales one output a time: it needs model.arrangement=sequential, not parallel"
+            )
+        if self.residual_scaling and self.mtp.pattern:
+            raise ValueError(
+                "model.residual_scaling: the extra depth of model.mtp.pattern has none. Leave one of them out"
             )
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")

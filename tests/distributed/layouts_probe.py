@@ -48,6 +48,8 @@ CUT = [
 DELTA = ["model.pattern=GEGE", "model.delta.head_dim=16", "model.delta.key_dim=8", "model.delta.key_heads=4"]
 KDA = [*DELTA, "model.delta.variant=kda", "model.delta.decay_rank=6"]
 DELTA += ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true", "model.eod_reset=397"]
+ZAYA = ["model.pattern=EMEE", "model.router.kind=zaya", "model.router.hidden_size=24", "model.residual_scaling=true"]
+ZAYA += ["model.router.bias_update_rate=0.01", "model.eod_reset=397"]
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP8 = [*BF16, "kernels.linear=fp8"]
@@ -89,8 +91,8 @@ MIXTRAL = [*TRANSFORMER_MOE, "model.final_norm=rms", "model.top_k=2", "model.rou
 MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.activation=relu2"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
-LONG = ("dp2", "ep2", "pp2", "tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
-LONG_FAMILIES = ("delta", "mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
+LONG = ("dp2", "ep2", "pp2", "tp2", "zaya_solo", "zaya_pp2_tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
+LONG_FAMILIES = ("zaya", "delta", "mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
 LONG_ROUTERS = ("solo", "cp2_ep2")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -138,6 +140,18 @@ RUNS: dict[str, tuple[int, list[str]]] = {
         4,
         [*KDA, "model.delta.variant=gdn", "model.delta.decay_rank=null", "parallel.context=2", "parallel.tensor=2"],
     ),
+    "zaya_solo": (1, ZAYA),
+    "zaya_tp2": (2, [*ZAYA, "parallel.tensor=2"]),
+    "zaya_pp2": (2, [*ZAYA, "parallel.pipeline=2"]),
+    "zaya_ep2": (2, [*ZAYA, "parallel.expert=2", "training.recompute=experts"]),
+    "zaya_cp4": (4, [*ZAYA, "parallel.context=4"]),
+    "zaya_tp2_ep2": (4, [*ZAYA, "parallel.tensor=2", "parallel.expert=2", "training.recompute=layers"]),
+    "zaya_pp4": (4, [*ZAYA, "parallel.pipeline=4", "training.recompute=experts"]),
+    "zaya_pp2_tp2": (4, [*ZAYA, "parallel.pipeline=2", "parallel.tensor=2", "training.recompute=layers"]),
+    "zaya_pp2_ep2": (4, [*ZAYA, "parallel.pipeline=2", "parallel.expert=2"]),
+    "zaya_cp2_pp2": (4, [*ZAYA, "parallel.context=2", "parallel.pipeline=2"]),
+    "zaya_parallel_solo": (1, [*ZAYA, *PARALLEL, "model.residual_scaling=false"]),
+    "zaya_parallel_pp2": (2, [*ZAYA, *PARALLEL, "model.residual_scaling=false", "parallel.pipeline=2"]),
     "mimo_solo": (1, MIMO),
     "mimo_cp2_tp2": (4, [*MIMO, "parallel.context=2", "parallel.tensor=2"]),
     "mimo_pp2_ep2": (4, [*MIMO, "parallel.pipeline=2", "parallel.expert=2", "training.recompute=layers"]),

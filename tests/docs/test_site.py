@@ -19,6 +19,7 @@ LOOKED_UP = {
     "data.md",
     "extending.md",
     "kernels.md",
+    "model_options.md",
     "performance.md",
 }
 """What is where in the code, worked examples in full, options and formats: each section is read alone."""
@@ -78,4 +79,4 @@ def test_index_lists_every_page_of_the_menu():
 def test_guides_stay_short():
     """40,000 words when this was written; notes and generated references do not count."""
     pages = [DOCS / page for page in in_the_menu() if (DOCS / page).is_file()]
-    assert sum(len(page.read_text().split()) for page in pages) <= 42_000
+    assert sum(len(page.read_text().split()) for page in pages) <= 42_500

@@ -98,6 +98,7 @@ CASES = {
     "nemotron_tp2": (2, "tiny", [*NEMOTRON, "parallel.tensor=2", "model.gated=true"]),
     "mlp_tp2": (2, "tiny", [*BIG_MLP, "parallel.tensor=2"]),
 }
+ZAYA = ["model.router.kind=zaya", "model.router.hidden_size=96", "model.residual_scaling=true"]
 TOP2 = ["model.top_k=2"]
 SHARED = ["model.shared_expert_hidden_size=96"]
 BIASED = [*TOP2, "model.router.kind=expert_bias"]
@@ -106,6 +107,9 @@ ROUTERS = {
     "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
     "big_shared": (1, "wide", ["model.pattern=EE", "model.shared_expert_hidden_size=1024"]),
     "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
+    "zaya": (1, "wide", [*ZAYA, "model.pattern=EEE"]),
+    "zaya_layers": (1, "wide", [*ZAYA, "model.pattern=EMEE", "training.recompute=layers"]),
+    "zaya_tp2": (2, "deep", [*ZAYA, "model.router.hidden_size=16", "parallel.tensor=2"]),  # few fp32 copies of weights
     "expert_bias_ep2": (2, "deep", [*BIASED, "parallel.expert=2"]),
     "expert_choice_tp2": (2, "wide", [*TOP2, "model.router.kind=expert_choice", "parallel.tensor=2"]),
 }

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 1e-5
+WITHOUT_DECAY = ("_bias", ".bias", "norm.weight", "A_log", ".D", "mimo_x", "mimo_z", "mimo_o")
+WITHOUT_DECAY += ("stream.scale", "output.scale", "router.carry", "router.norm")
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Recipe:
     rotary_base: float = 10000.0
     embedding: float = 1.0
     residual: float = 1.0
+    bias_rate: float = 1e-3
     attention: float | None = None
     logits: float = 1.0
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -55,6 +58,8 @@ class Plain:
     weights: dict[str, Tensor]
     moments: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     steps: int = 0
+    biases: dict[str, "Balance"] = field(default_factory=dict)
+    """Of the router `zaya`, by the start of the layer's names."""
     seen_extra: list[tuple[float, float]] = field(default_factory=list)
     """Of each micro-batch the sum of the extra depth's losses, and their number."""
 
@@ -67,7 +72,7 @@ class Plain:
         of_routers: dict[int, list[float]] = {}
         for batch in micro_batches:
             mask_BS = batch["loss_mask"].double()
-            logits_BSV, routers, stream_BSD = logits_of(self.weights, self.recipe, batch["tokens"])
+            logits_BSV, routers, stream_BSD = logits_of(self.weights, self.recipe, batch["tokens"], self.biases)
             log_sum_BS = logits_BSV.logsumexp(-1)
             losses_BS = log_sum_BS - logits_BSV.gather(-1, batch["labels"][..., None])[..., 0]
             total = ((losses_BS + self.recipe.z_loss * log_sum_BS**2) * mask_BS).mean()
@@ -81,6 +86,8 @@ class Plain:
             squares += float((log_sum_BS**2 * mask_BS).detach().sum())
             counted += float(mask_BS.sum())
         self._update()
+        for balance in self.biases.values():
+            balance.move(self.recipe.bias_rate)
         return loss / counted, squares / counted, {layer: sum(x) / len(x) for layer, x in of_routers.items()}
 
     def _extra(self, stream_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
@@ -89,7 +96,7 @@ class Plain:
         embedding_VD = w["embedding.word_embeddings.weight"]
         embedded_BSD = _rms(recipe.embedding * embedding_VD[labels_BS], w[name + "embedding_norm.weight"])
         both_BSC = torch.cat([embedded_BSD, _rms(stream_BSD, w[name + "hidden_norm.weight"])], -1)
-        x_BSD, routers = _layers(w, recipe, recipe.extra, name, both_BSC @ w[name + "proj.weight"].T)
+        x_BSD, routers = _layers(w, recipe, recipe.extra, name, both_BSC @ w[name + "proj.weight"].T, self.biases)
         x_BSD = _rms(x_BSD, w[name + "final_norm.weight"])[:, :-1]
         losses_BS = -torch.log_softmax(x_BSD @ embedding_VD.T / recipe.logits, -1)
         losses_BS = losses_BS.gather(-1, labels_BS[:, 1:, None])[..., 0] * mask_BS[:, 1:]
@@ -107,7 +114,7 @@ class Plain:
         for name, weight in self.weights.items():
             faster, more = next((each for end, each in recipe.factors.items() if name.endswith(end)), (1.0, 1.0))
             recipe = replace(self.recipe, rate=self.recipe.rate * faster, decay=self.recipe.decay * more)
-            if not name.endswith(("_bias", ".bias", "norm.weight", "A_log", ".D", "mimo_x", "mimo_z", "mimo_o")):
+            if not name.endswith(WITHOUT_DECAY):
                 weight -= recipe.rate * recipe.decay * weight
             weight -= recipe.rate * self._direction(name, gradients[name] * scale)
 
@@ -120,10 +127,37 @@ class Plain:
         return (first / (1 - b1**self.steps)) / ((second / (1 - b2**self.steps)).sqrt() + 1e-8)
 
 
+class Balance:
+    """The bias of a `zaya` router and its Adam, which are fp32 in every precision."""
+
+    def __init__(self, experts: int):
+        self.bias, self.first, self.second = [0.0] * experts, [0.0] * experts, [0.0] * experts
+        self.chosen: list[int] = []
+        self.steps = 0
+
+    def move(self, rate: float, b1: float = 0.9, b2: float = 0.95) -> None:
+        def single(x: float) -> float:
+            return float(torch.tensor(x, dtype=torch.float32))
+
+        self.steps += 1
+        for e in range(len(self.bias)):
+            over = self.chosen.count(e) / len(self.chosen) - 1 / len(self.bias)
+            self.first[e] = single(b1 * self.first[e] + (1 - b1) * over)
+            self.second[e] = single(b2 * self.second[e] + (1 - b2) * over**2)
+            size = math.sqrt(self.second[e] / (1 - b2**self.steps)) + 1e-8
+            self.bias[e] = single(self.bias[e] - rate * self.first[e] / (1 - b1**self.steps) / size)
+        self.chosen = []
+
+
 def _layers(
-    w: dict[str, Tensor], recipe: Recipe, pattern: str, prefix: str, x_BSD: Tensor
+    w: dict[str, Tensor],
+    recipe: Recipe,
+    pattern: str,
+    prefix: str,
+    x_BSD: Tensor,
+    biases: dict[str, Balance],
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    routers = {}
+    routers, carried_TR = {}, torch.zeros(1, dtype=torch.float64)
     for i, letter in enumerate(pattern):
         start = f"{prefix}layers.{i}."
         m = {name.removeprefix(start + "mixer."): value for name, value in w.items() if name.startswith(start)}
@@ -138,16 +172,24 @@ def _layers(
             y_BSD = _delta(m, recipe, u_BSD)
         elif letter == "*":
             y_BSD = _attention(m, recipe, u_BSD)
+        elif recipe.router == "zaya":
+            y_BSD, routers[i], carried_TR = _carrying(m, u_BSD, carried_TR, biases, start)
         else:
             y_BSD, routers[i] = _experts(m, recipe, u_BSD)
-        x_BSD = x_BSD + recipe.residual * y_BSD
+        y_BSD = recipe.residual * y_BSD
+        if start + "stream.scale" in w:
+            x_BSD = (x_BSD + w[start + "stream.bias"]) * w[start + "stream.scale"]
+            y_BSD = (y_BSD + w[start + "output.bias"]) * w[start + "output.scale"]
+        x_BSD = x_BSD + y_BSD
     return x_BSD, routers
 
 
-def logits_of(w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor) -> tuple[Tensor, dict[int, Tensor], Tensor]:
+def logits_of(
+    w: dict[str, Tensor], recipe: Recipe, tokens_BS: Tensor, biases: dict[str, Balance]
+) -> tuple[Tensor, dict[int, Tensor], Tensor]:
     """Return the logits, of each router the mean squared log-sum of its logits, and the stream before the last norm."""
     embedding_VD = w["embedding.word_embeddings.weight"]
-    x_BSD, routers = _layers(w, recipe, recipe.pattern, "decoder.", recipe.embedding * embedding_VD[tokens_BS])
+    x_BSD, routers = _layers(w, recipe, recipe.pattern, "decoder.", recipe.embedding * embedding_VD[tokens_BS], biases)
     stream_BSD = x_BSD
     mean = x_BSD.mean(-1, keepdim=True)
     variance = ((x_BSD - mean) ** 2).mean(-1, keepdim=True)
@@ -345,8 +387,31 @@ def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> tuple[Tenso
         for axis in (0, 1, 0):
             plan = plan / plan.sum(axis, keepdim=True)
         ranking_TE = plan
+    y_TD = _chosen(m, x_TD, scores_TE, ranking_TE.argmax(-1).tolist())
+    return y_TD.view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean()
+
+
+def _chosen(m: dict[str, Tensor], x_TD: Tensor, scores_TE: Tensor, experts: list[int]) -> Tensor:
     rows = []
-    for x_D, scores_E, expert in zip(x_TD, scores_TE, ranking_TE.argmax(-1).tolist(), strict=True):
+    for x_D, scores_E, expert in zip(x_TD, scores_TE, experts, strict=True):
         gate, up = m["experts.fc1"][expert] @ x_D
         rows.append(scores_E[expert] * (m["experts.fc2"][expert] @ (F.silu(gate) * up)))
-    return torch.stack(rows).view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean()
+    return torch.stack(rows)
+
+
+def _carrying(
+    m: dict[str, Tensor], u_BSD: Tensor, carried_TR: Tensor, biases: dict[str, Balance], layer: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ZAYA1's router: return also what the next one reads."""
+    x_TD, w = u_BSD.flatten(0, 1), {name.removeprefix("router."): value for name, value in m.items()}
+    state_TR = x_TD @ w["down"].T + w["down_bias"] + w["carry"] * carried_TR
+    hidden = _rms(state_TR, w["norm"])
+    for name in ("first", "second"):
+        hidden = hidden @ w[name].T + w[f"{name}_bias"]
+        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
+    logits_TE = hidden @ w["weight"].T + w["bias"]
+    scores_TE = torch.softmax(logits_TE, -1)
+    balance = biases.setdefault(layer, Balance(logits_TE.shape[1]))
+    experts = (scores_TE.detach() + torch.tensor(balance.bias, dtype=torch.float64)).argmax(-1).tolist()
+    balance.chosen += experts
+    return _chosen(m, x_TD, scores_TE, experts).view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean(), state_TR

@@ -4,6 +4,7 @@
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,8 @@ EXPERTS, PIPELINE, GROUPS = {"model.pattern": "ME"}, {"model.pattern": "MEMM"}, 
 GROUPS |= {"model.router.kind": "hash", "model.tie_embeddings": "false", "optimizer.distributed": "false"}
 GROUPS |= {"optimizer.groups.embedding.learning_rate": "2", "optimizer.groups.head.learning_rate": "0.5"}
 PIPELINE |= {"optimizer.distributed": "false"}
+ZAYA = {"model.pattern": "ESEE", "model.router.kind": "zaya", "model.router.hidden_size": "20"}
+ZAYA |= {"model.residual_scaling": "true", "model.router.bias_update_rate": "0.1"}
 CUT = {"parallel.tensor": "2", "parallel.expert": "2", "parallel.expert_tensor": "2"}
 TWO_STAGES, TWO_PARTS = {"parallel.pipeline": "2"}, {"parallel.expert": "2"}
 
@@ -39,6 +42,14 @@ def case(words, before, ranks, after, ranks_after):
 )
 def test_a_cut_run_ends_as_a_whole_one(forks, tmp_path, cut):
     fuzz_resume.run(cut, forks, tmp_path, exports=False)
+
+
+@thorough
+@pytest.mark.xdist_group("forks")
+def test_killed_zaya_goes_on_in_other_stages(forks, tmp_path):
+    words = ZAYA | {"model.mamba2.groups": "2"}
+    killed = replace(case(words, TWO_STAGES | {"parallel.tensor": "2"}, 4, TWO_PARTS, 2), killed=True)
+    assert "top-1 agreement" in fuzz_resume.run(killed, forks, tmp_path)
 
 
 @thorough

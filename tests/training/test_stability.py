@@ -28,6 +28,7 @@ MATRICES = ("in_proj", "x_proj", "out_proj", "linear_qkv", "linear_proj", "route
 MULTIPLIERS = {"embedding": 3.0, "residual": 0.4, "logits": 1.5 * 4, "attention": 0.2 / 4}
 FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1": (1 / 8, 4.0), "fc2": (1 / 8, 4.0)}
 FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
+ZAYA = ["model.router.hidden_size=12", "model.router.bias_update_rate=0.03"]
 CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
     "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
@@ -41,11 +42,23 @@ CASES = {
     "GDN": ("GE", "sinkhorn", []),
     "KDA": ("GE", "softmax", ["model.router.aux_loss=0", "model.delta.variant=kda", "model.delta.decay_rank=4"]),
     "GDN-2": ("GE", "sinkhorn", ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true"]),
+    "ZAYA1": ("EMEE", "zaya", ["model.residual_scaling=true", *ZAYA, "model.router.z_loss=0.03", "model.z_loss=0.02"]),
+    "ZAYA1, an extra depth": ("ME", "zaya", [*ZAYA, "model.mtp.pattern=EE", "model.mtp.loss=0.3", *LOSSES]),
+    "residual scaling alone": ("ME", "sinkhorn", ["model.residual_scaling=true", "model.multipliers.residual=0.4"]),
     "Mamba-3 with several inputs": ("RR", "sinkhorn", ["model.mamba3.output_norm=true", "model.mamba3.rank=3"]),
 }
 
 
-EVERYDAY = ("width", "extra depth", "all, sinkhorn", "all, softmax", "Mamba-3", "GDN-2")
+EVERYDAY = (
+    "ZAYA1",
+    "residual scaling alone",
+    "width",
+    "extra depth",
+    "all, sinkhorn",
+    "all, softmax",
+    "Mamba-3",
+    "GDN-2",
+)
 
 
 @pytest.mark.parametrize("name", unless(EVERYDAY, CASES))
@@ -65,6 +78,7 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         extra_loss=run.model.mtp.loss,
         **({**MULTIPLIERS, "factors": FACTORS} if options is WIDTH else {}),
     )
+    recipe.bias_rate, recipe.residual = run.model.router.bias_update_rate, run.model.multipliers.residual
     plain = Plain(recipe, weights)
     random = torch.Generator().manual_seed(0)
     schedule = Schedule(run, trainable.optimizer)
@@ -81,9 +95,12 @@ def test_twenty_steps_match_plain_pytorch(name, place):
             assert found.mtp_loss == pytest.approx(extra / counted, abs=1e-10)
         for layer, mean in of_routers.items():
             measured = trainable.model.decoder.layers[layer].mixer.router.measured()
-            assert measured.keys() == ({"z_loss"} if with_losses else set())
+            assert measured.keys() - {"bias_range"} == ({"z_loss"} if with_losses else set())
             if with_losses:
                 assert measured["z_loss"][0] / measured["z_loss"][1] == pytest.approx(mean, abs=1e-10)
+    for layer, balance in plain.biases.items():
+        bias_E = trainable.model.get_submodule(f"{layer}mixer.router").expert_bias
+        assert bias_E.tolist() == pytest.approx(balance.bias, abs=1e-7) and max(balance.bias) > 0.02
     trainable.settle()
     furthest = {name: float((w - plain.weights[name]).abs().max()) for name, w in trainable.model.named_parameters()}
     assert max(furthest.values()) < 1e-10, furthest

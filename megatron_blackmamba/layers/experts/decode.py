@@ -18,6 +18,7 @@ from megatron_blackmamba.layers.mlp import kind as mlp
 from megatron_blackmamba.ops.decoding import Step, experts_step
 from megatron_blackmamba.ops.experts import grouped_experts
 from megatron_blackmamba.ops.order import order_of
+from megatron_blackmamba.routers.zaya.arithmetic import logits_and_state
 from megatron_blackmamba.settings import ModelConfig
 
 
@@ -38,6 +39,20 @@ class RoutedLayer(ExpertsLayer):
     expert_bias_E: Tensor
     shared_fc1_GD: Tensor
     shared_fc2_DF: Tensor
+
+
+@dataclass(frozen=True)
+class CarryingLayer(RoutedLayer):
+    """The weights of a layer whose router reads the one before, by their names in `inside` of its kind."""
+
+    down: Tensor
+    down_bias: Tensor
+    carry: Tensor
+    norm: Tensor
+    first: Tensor
+    first_bias: Tensor
+    second: Tensor
+    second_bias: Tensor
 
 
 class ExpertsDecoding(Decoding):
@@ -61,7 +76,9 @@ class ExpertsDecoding(Decoding):
         if is_papers(model):
             return ExpertsLayer(**weights)
         shared = bool(model.shared_expert_hidden_size)
-        return RoutedLayer(
+        inside = routers.kind_of(model.router.kind).inside(model)
+        weights |= {name: get(f"router.{name}") for name in inside}
+        return (CarryingLayer if inside else RoutedLayer)(
             **weights,
             expert_bias_E=get("router.expert_bias") if use_of(model).biased else none,
             shared_fc1_GD=get("shared_experts.linear_fc1.weight", dtype) if shared else none,
@@ -72,12 +89,20 @@ class ExpertsDecoding(Decoding):
         return []
 
     def choice(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
-        return self.route(layer, x_TD, inputs, model).chosen
+        before = inputs.carried_TR
+        chosen_TK = self.route(layer, x_TD, inputs, model).chosen
+        inputs.carried_TR = before  # for `step` or `read`, which routes again
+        return chosen_TK
 
     def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
-        """Return the weights and the experts of each token, `[T, K]`."""
+        """Return the weights and the experts of each token, `[T, K]`; leave in `inputs` what the next router reads."""
         kind = routers.kind_of(model.router.kind)
-        if kind.learned:
+        if isinstance(layer, CarryingLayer):
+            down_TR = F.linear(x_TD, layer.down, layer.down_bias)
+            weights = {"weight": layer.router_ED} | {name: getattr(layer, name) for name in kind.inside(model)}
+            logits_TE, inputs.carried_TR = logits_and_state(down_TR, inputs.carried_TR, weights, model.norm_eps)
+            logits_TE += layer.router_bias_E
+        elif kind.learned:
             logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
         else:
             logits_TE = x_TD.new_zeros(len(x_TD), model.experts)

@@ -39,7 +39,7 @@ class Experts(LayerKind):
     widens = True
     routed = True
     recompute = frozenset({"layers", "experts"})
-    by_adam = ("router.weight",)
+    by_adam = ("router.weight", "router.down", "router.first", "router.second")
     writes_to_residual = ("fc2", "linear_fc2.weight")
     released = True
     entry = "a number of experts"
@@ -88,9 +88,10 @@ class Experts(LayerKind):
         return next((part for start, part in parts.items() if parameter.startswith(start)), "experts")
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
-        D, E, F = sizes(model)
+        _, E, F = sizes(model)
         router = routers.kind_of(model.router.kind)
-        found = {"router.weight": whole(D, experts=E)} if router.learned else {}
+        found = {"router.weight": whole(router.inputs(model), experts=E)} if router.learned else {}
+        found |= {f"router.{name}": whole(*shape[1:], units=shape[0]) for name, shape in router.inside(model).items()}
         found |= {"router.bias": whole(experts=E)} if router.learned and model.router.bias else {}
         found |= {f"router.{name}": whole(experts=E) for name in router.state}
         expert, shared = mlp.weights(model, F), model.shared_expert_hidden_size
@@ -109,7 +110,14 @@ class Experts(LayerKind):
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 
-        return torch.zeros(shape) if name == "router.bias" or name in self.kept_in_fp32 else None
+        if name.startswith("router."):
+            own = routers.kind_of(model.router.kind).initial(name.removeprefix("router."), shape, random)
+            if own is not None:
+                return own
+        return torch.zeros(shape) if name.endswith("bias") or name in self.kept_in_fp32 else None
+
+    def carried(self, model: ModelConfig) -> int:
+        return routers.kind_of(model.router.kind).carried(model)
 
     def exported(self, model: ModelConfig) -> str | Cannot:
         answer = routers.kind_of(model.router.kind).exported(model)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from megatron_blackmamba import routers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.model import LanguageModel
+from megatron_blackmamba.model.stack import between_stages
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.step.graphs import Batch, Found, Graphs
@@ -189,6 +191,10 @@ class Step:
     def _scheduled(
         self, forward: Callable, batches: Iterator[Batch], micro_batches: int, forward_only: bool
     ) -> list[dict[str, Tensor]]:
+        stages: dict[str, Any] = {}
+        if self.world.parallel.pipeline > 1:
+            wider = partial(between_stages, self.config.model)
+            stages["adjust_tensor_shapes_fn"] = lambda received, sent: (wider(received), wider(sent))
         sums: list[dict[str, Tensor]] = self.forward_backward(
             forward_step_func=forward,
             data_iterator=batches,
@@ -197,6 +203,7 @@ class Step:
             seq_length=self.config.data.sequence_length,
             micro_batch_size=self.config.training.micro_batch,
             forward_only=forward_only,
+            **stages,
         )
         return sums
 

@@ -1,0 +1,75 @@
+"""ZAYA1's router: a small MLP whose input remembers the routers of earlier layers.
+
+A token's hidden state becomes R numbers. The R numbers of the expert layer before are added, each times a learned
+factor; so routers see an exponential mean over the depth. A norm and three linears make the logits. A bias without a
+gradient chooses but does not weigh. An Adam of its own moves it: its gradient is an expert's share of a step's choices
+less an equal share.
+
+Shapes: E experts, R numbers that pass from layer to layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_blackmamba.costs import BOOL, FP32, Sizes
+from megatron_blackmamba.routers.base import BIAS_METRICS, LOGITS, RouterKind, Tokens, Use, largest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_blackmamba.settings import ModelConfig
+
+BETA1, BETA2, EPS = 0.9, 0.95, 1e-8
+"""Of the bias's Adam."""
+
+
+class Zaya(RouterKind):
+    name = "zaya"
+    keys = ("hidden_size", "bias_update_rate", *LOGITS)
+    depends_on = "the token, the routers of earlier layers, and the expert loads of earlier steps"
+    balances_micro_batches = False
+    module = f"{__package__}.module:ZayaRouter"
+    state = ("expert_bias", "bias_mean", "bias_square", "bias_steps")
+    metrics = BIAS_METRICS
+
+    def inputs(self, model: ModelConfig) -> int:
+        return model.router.hidden_size
+
+    def carried(self, model: ModelConfig) -> int:
+        return model.router.hidden_size
+
+    def inside(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+        R = model.router.hidden_size
+        found: dict[str, tuple[int, ...]] = {"down": (R, model.hidden_size), "down_bias": (R,), "carry": (R,)}
+        return found | {"norm": (R,), "first": (R, R), "first_bias": (R,), "second": (R, R), "second_bias": (R,)}
+
+    def initial(self, name: str, shape: tuple[int, ...], random: torch.Generator) -> Tensor | None:
+        """Keep the size of what the MLP computes: else the first steps of the bias outweigh all logits."""
+        import torch
+
+        if name in ("carry", "norm"):
+            return torch.ones(shape)
+        return (
+            torch.randn(shape, generator=random) * shape[-1] ** -0.5 if name in ("first", "second", "weight") else None
+        )
+
+    def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
+        return largest(self.selecting(logits_TE, at), at.model.top_k)
+
+    def use(self, model: ModelConfig) -> Use:
+        return Use("softmax", biased=True, scale=model.router.scale)
+
+    def layouts(self, model: ModelConfig) -> bool:
+        return True
+
+    def flops(self, model: ModelConfig) -> int:
+        R = model.router.hidden_size
+        return 2 * R * (model.hidden_size + 2 * R + model.experts)
+
+    def kept(self, at: Sizes) -> int:
+        """Add the inputs of the linears, of both GELUs and of the norm, and the state before, to what all keep."""
+        width = FP32 if at.device == "cpu" else at.width
+        inside = FP32 * 7 * at.model.router.hidden_size
+        return width * at.model.hidden_size + inside + (2 * FP32 + 2 * BOOL) * at.model.experts
