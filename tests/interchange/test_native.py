@@ -163,7 +163,7 @@ def test_truncated_shards_and_nan_are_named_without_leftovers(theirs, tmp_path):
         ("mamba", {"num_hidden_layers": 3}, r"has no backbone\.layers\.2\.norm\.weight, which its config requires"),
         ("mamba", {"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a number of layers"),
         ("mamba2", {"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0\.0, 1\.0\]; only"),
-        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size is 8; only None converts"),
+        ("nemotron_h", {"moe_latent_size": 8}, r"up_proj\[0\] is 12×16; its config says 12×8"),
         ("nemotron_h", {"layers_block_type": ["moe", "rnn"]}, "layers_block_type has 'rnn'; a layer is one of"),
         ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and layers_block_type is"),
         ("nemotron_h", {"time_step_min": "x"}, "time_step_min is 'x', a str"),

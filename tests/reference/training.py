@@ -345,8 +345,9 @@ def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> tuple[Tenso
         for axis in (0, 1, 0):
             plan = plan / plan.sum(axis, keepdim=True)
         ranking_TE = plan
-    rows = []
+    rows, through = [], torch.eye(x_TD.shape[1], dtype=torch.float64)
+    down, back = m.get("latent_down.weight", through), m.get("latent_up.weight", through)
     for x_D, scores_E, expert in zip(x_TD, scores_TE, ranking_TE.argmax(-1).tolist(), strict=True):
-        gate, up = m["experts.fc1"][expert] @ x_D
-        rows.append(scores_E[expert] * (m["experts.fc2"][expert] @ (F.silu(gate) * up)))
+        gate, up = m["experts.fc1"][expert] @ (down @ x_D)
+        rows.append(scores_E[expert] * (back @ (m["experts.fc2"][expert] @ (F.silu(gate) * up))))
     return torch.stack(rows).view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean()

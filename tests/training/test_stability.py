@@ -27,9 +27,11 @@ WIDTH += ["model.multipliers.attention=0.2", "model.mup.base_width=8", "optimize
 MATRICES = ("in_proj", "x_proj", "out_proj", "linear_qkv", "linear_proj", "router")
 MULTIPLIERS = {"embedding": 3.0, "residual": 0.4, "logits": 1.5 * 4, "attention": 0.2 / 4}
 FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1": (1 / 8, 4.0), "fc2": (1 / 8, 4.0)}
+FACTORS |= {"latent_down.weight": (1 / 8, 4.0), "latent_up.weight": (1 / 8, 4.0)}
 FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
+    "latent experts": ("*EE", "softmax", [*WIDTH, "model.router.aux_loss=0", "model.latent_size=12"]),
     "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
@@ -45,7 +47,7 @@ CASES = {
 }
 
 
-EVERYDAY = ("width", "extra depth", "all, sinkhorn", "all, softmax", "Mamba-3", "GDN-2")
+EVERYDAY = ("width", "latent experts", "extra depth", "all, sinkhorn", "all, softmax", "Mamba-3", "GDN-2")
 
 
 @pytest.mark.parametrize("name", unless(EVERYDAY, CASES))
@@ -63,7 +65,7 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         router_z_loss=run.model.router.z_loss,
         extra=run.model.mtp.pattern or "",
         extra_loss=run.model.mtp.loss,
-        **({**MULTIPLIERS, "factors": FACTORS} if options is WIDTH else {}),
+        **({**MULTIPLIERS, "factors": FACTORS} if run.model.mup.base_width else {}),
     )
     plain = Plain(recipe, weights)
     random = torch.Generator().manual_seed(0)

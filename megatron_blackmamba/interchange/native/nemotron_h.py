@@ -56,6 +56,7 @@ class NemotronH(Architecture):
         "num_experts_per_tok": Field("top_k", 2),
         "moe_intermediate_size": Field("expert_hidden_size", 7688),
         "moe_shared_expert_intermediate_size": Field("shared_expert_hidden_size", 7688),
+        "moe_latent_size": Field("latent_size", None),
         "routed_scaling_factor": Field("router.scale", 1.0),
     }
     fixed = {
@@ -71,7 +72,6 @@ class NemotronH(Architecture):
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
-        "moe_latent_size": None,
         "sliding_window": None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -108,6 +108,8 @@ class NemotronH(Architecture):
             "norm.weight": "norm.weight",
             "mixer.router.weight": "mixer.gate.weight",
             "mixer.router.expert_bias": "mixer.gate.e_score_correction_bias",
+            "mixer.latent_down.weight": "mixer.fc1_latent_proj.weight",
+            "mixer.latent_up.weight": "mixer.fc2_latent_proj.weight",
             **{
                 ours.replace("mixer.", f"mixer.{held}."): theirs.replace("mixer.", f"mixer.{there}.")
                 for held, there in (("local_experts.{e}", "experts.{e}"), ("shared_experts", "shared_experts"))
@@ -174,8 +176,10 @@ class NemotronH(Architecture):
         }
         if Experts.letter not in model.pattern:
             return keys
+        latent = {"moe_latent_size": model.latent_size} if model.latent_size else {}
         return {
             **keys,
+            **latent,
             "expert_count": model.experts,
             "expert_used_count": model.top_k,
             "expert_feed_forward_length": model.expert_hidden_size,
