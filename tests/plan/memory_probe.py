@@ -100,11 +100,15 @@ CASES = {
 }
 TOP2 = ["model.top_k=2"]
 SHARED = ["model.shared_expert_hidden_size=96"]
+LATENT = ["model.latent_size=80", "model.top_k=4", "model.shared_expert_hidden_size=96"]
 BIASED = [*TOP2, "model.router.kind=expert_bias"]
 ROUTERS = {
     "top2": (1, "wide", TOP2),
     "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
     "big_shared": (1, "wide", ["model.pattern=EE", "model.shared_expert_hidden_size=1024"]),
+    "latent": (1, "wide", [*LATENT, "model.pattern=EEE"]),
+    "latent_tp2": (2, "wide", [*LATENT, "parallel.tensor=2", "training.precision=bf16"]),
+    "latent_ep2": (2, "deep", [*LATENT, "parallel.expert=2", "training.recompute=layers"]),
     "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
     "expert_bias_ep2": (2, "deep", [*BIASED, "parallel.expert=2"]),
     "expert_choice_tp2": (2, "wide", [*TOP2, "model.router.kind=expert_choice", "parallel.tensor=2"]),

@@ -4,6 +4,7 @@
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,15 @@ def case(words, before, ranks, after, ranks_after):
 )
 def test_a_cut_run_ends_as_a_whole_one(forks, tmp_path, cut):
     fuzz_resume.run(cut, forks, tmp_path, exports=False)
+
+
+@thorough
+@pytest.mark.xdist_group("forks")
+def test_killed_latent_experts_go_on_in_other_stages(forks, tmp_path):
+    words = {"model.pattern": "ESEE", "model.mamba2.groups": "2", "model.latent_size": "20", "model.top_k": "2"}
+    words |= {"model.shared_expert_hidden_size": "8", "model.router.kind": "expert_bias"}
+    killed = replace(case(words, TWO_STAGES | {"parallel.tensor": "2"}, 4, TWO_PARTS, 2), killed=True)
+    assert "top-1 agreement" in fuzz_resume.run(killed, forks, tmp_path)
 
 
 @thorough

@@ -75,7 +75,6 @@ class NemotronH(Architecture):
         "sliding_window": None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "num_nextn_predict_layers": 0,
     }
     only = {"time_step_limit": NO_LIMIT}
     ours = {
@@ -92,7 +91,7 @@ class NemotronH(Architecture):
             *("layers_block_type", "layer_types", "hybrid_override_pattern", "mtp_layers_block_type", "expand"),
             *("mtp_hybrid_override_pattern", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
             *("moe_shared_expert_overlap", "output_router_logits", "rope_theta", "partial_rotary_factor"),
-            *("time_step_rank", "norm_eps", "router_dtype"),
+            *("time_step_rank", "norm_eps", "router_dtype", "num_nextn_predict_layers"),
         }
     )
     layers, ends = "backbone.layers.{i}.", ("backbone.embeddings.weight", "backbone.norm_f.weight")
@@ -118,6 +117,7 @@ class NemotronH(Architecture):
         },
     }
     renamed = {"model.": "backbone."}
+    unread = "mtp."  # multi-token prediction, which transformers does not load either
 
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
         name = next(
@@ -140,6 +140,9 @@ class NemotronH(Architecture):
         if not set(pattern) <= theirs.keys():
             return None
         return {"hybrid_override_pattern": "".join(theirs[each] for each in pattern), "num_hidden_layers": len(pattern)}
+
+    def more_exported(self, model: ModelConfig) -> dict[str, Any]:
+        return {"num_nextn_predict_layers": 0}
 
     def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
         model = super().imported(content, path)
