@@ -241,7 +241,7 @@ class ModelConfig(Section):
     """Inner width of an additional expert in each E layer that processes all tokens. null: no such expert."""
     latent_size: int | None = Field(None, gt=0, le=WIDEST)
     """Width of tokens on the way to the experts and back: a layer's experts share a projection to it and one from it
-    (Nemotron 3 Super: a quarter of hidden_size). Router and shared expert read all of hidden_size. null: hidden_size."""
+    (Nemotron 3 Super: a quarter of hidden_size). Router and shared expert read all of it. null: hidden_size."""
     mlp_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
