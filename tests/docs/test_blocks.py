@@ -43,6 +43,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
         *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
     ),
+    "a clone of Megatron-LM": ("git clone --branch core_", "PYTHONPATH=Megatron-LM torchrun "),
     "several machines": ("kubectl apply ", "sky jobs launch ", "MASTER_ADDR=node0 blackmamba train "),
     "a GPU": (
         *("scripts/gpu_check.sh ", "PYTHON=.venv/bin/python scripts/gpu_carry.sh "),
