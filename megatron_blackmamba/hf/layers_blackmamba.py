@@ -185,9 +185,8 @@ class Experts(nn.Module):
         size, latent, fast = config.hidden_size, config.latent_size, use_kernels(config)
         of_each = config.ffn_hidden_size, latent or size
         self.local_experts = nn.ModuleList([MLP(config, *of_each) for _ in range(experts)])
-        self.latent_down, self.latent_up = nn.Identity(), nn.Identity()
-        if latent:
-            self.latent_down, self.latent_up = linear(size, latent, fast), linear(latent, size, fast)
+        self.latent_down = linear(size, latent, fast) if latent else nn.Identity()
+        self.latent_up = linear(latent, size, fast) if latent else nn.Identity()
         shared = config.shared_expert_hidden_size
         self.shared_experts = MLP(config, shared, size) if shared else None
 

@@ -33,8 +33,10 @@ SMALL_KERNELS = (30, 20)
 
 class Experts(LayerKind):
     letter, name = "E", "mixture of experts"
-    keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "latent_size", "router")
-    keys += ("activation", "gated")
+    keys = (
+        *("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "latent_size", "router"),
+        *("activation", "gated"),
+    )
     mixer = "megatron_blackmamba.layers.experts.mixer:MoEMixer"
     cost = "megatron_blackmamba.layers.experts.cost:ExpertsCost"
     decode = "megatron_blackmamba.layers.experts.decode:ExpertsDecoding"
