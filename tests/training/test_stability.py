@@ -143,6 +143,7 @@ def test_recomputation_counts_each_token_once(recompute, place):
             ["model.pattern=M", "model.router.z_loss=0.1"],
             r"model\.router\.z_loss: only mixture of experts layers \(E\)",
         ),
+        (["model.pattern=M", "model.latent_size=8"], r"model\.latent_size: only mixture of experts layers \(E\)"),
         (
             ["model.router.kind=hash", "model.router.z_loss=1"],
             r"model\.router\.z_loss: the router kind hash has no logits",
