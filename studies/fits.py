@@ -100,6 +100,8 @@ class Crossing:
     """Other seeds in which it has the higher loss at the largest budget."""
     always: int
     """Other seeds in which it has the lower loss at the largest budget."""
+    measured: tuple[float, float] = (0.0, math.inf)
+    """Fewest and most tokens per parameter of the points."""
 
     @property
     def mean(self) -> float:
@@ -114,15 +116,26 @@ class Crossing:
             return None
         return self.mean / math.exp(half), self.mean * math.exp(half)
 
+    @property
+    def interval(self) -> str:
+        """Return that interval in words, which extrapolate nothing."""
+        if self.band is None:
+            return ""
+        (low, high), (fewest, most) = self.band, self.measured
+        below, above = f"{low:.1f}" if low >= fewest else f"below {fewest:.1f}", f"{high:.1f}"
+        return f"{below} to {above if high <= most else f'beyond {most:.1f}'}"
+
 
 def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossing | None:
     """Return where the last change of sign is, interpolated linearly over the logarithm of tokens."""
     ends: dict[int, bool] = {}
+    places: list[float] = []
     turns: dict[int, float] = {}
     for seed in unique(points, "seed"):
         own = differences([p for p in points if p.seed == seed], one, other, size)
         if not own:
             continue
+        places += [each.per_parameter for each in own]
         ends[seed] = own[-1].mean <= 0
         if before := [i for i, each in enumerate(own) if (each.mean <= 0) != ends[seed]]:
             a, b = own[before[-1]], own[before[-1] + 1]
@@ -133,7 +146,7 @@ def crossing(points: Sequence[Point], one: str, other: str, size: str) -> Crossi
     better = 2 * sum(ends[seed] for seed in turns or ends) >= len(turns or ends)
     found = {seed: turn for seed, turn in turns.items() if ends[seed] == better}
     rest = [end for seed, end in ends.items() if seed not in found]
-    return Crossing(found, better, rest.count(False), rest.count(True))
+    return Crossing(found, better, rest.count(False), rest.count(True), (min(places), max(places)))
 
 
 @dataclass(frozen=True)

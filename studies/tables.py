@@ -81,7 +81,7 @@ def turns(points: Sequence[Point], subjects: Sequence[str], where: str = "") -> 
             named = ((cross.never, "worse"), (cross.always, "better"))
             whole = [f"{number} {word} without" for number, word in named if number]
             mean = f"{'from' if cross.better_after else 'up to'} {cross.mean:.1f}" if cross.by_seed else "–"
-            band = f" ({cross.band[0]:.1f} to {cross.band[1]:.1f})" if cross.band else ""
+            band = f" ({cross.interval})" if cross.interval else ""
             rows.append([f"{first} − {other}", size, ", ".join([*([seeds] if seeds else []), *whole]), mean + band])
     words = (
         "Tokens per parameter of the first variant. Better from or up to: the geometric mean of the seeds that turn,"

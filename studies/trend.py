@@ -24,17 +24,57 @@ def report(study: Study, found: Evidence) -> Report:
     pictured, primary = study.config.pictured, study.config.primary
     shown = replace(found, points=tuple(sealed(found.points, primary)))
     subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
-    first, *lines = summary(shown)
-    said = "".join(f"<p>{escape(line)}</p>" for line in (first, *lines))
+    lines, decided = summary(shown)[1:], [*decisions(found, primary)]
+    several, alone = _differences(shown)
+    more = html.folded("Variants of one seed", html.figures(alone)) if alone else ""
+    in_words = html.folded(
+        f"The {len(lines)} comparisons in words", "".join(f"<p>{escape(line)}</p>" for line in lines)
+    )
     parts: list[str | Table] = [
-        f"<section><h2>So far</h2>{said}</section>",
-        html.section("Differences", [*_differences(shown)], "Below zero, the first variant is better. Bands are 95%"
-                     " confidence intervals over the seeds. The variants of a seed share the order of the data."),
+        html.section("Answer", [*_forests(shown)], f"Mean loss of {found.first} less that of the other, at equal FLOPs"
+                     f" and the largest budget: below zero, {found.first} is better. Bars are 95% confidence intervals"
+                     " over the seeds; a dot without one is of one seed.") + in_words,
+        html.section("Differences", several, "Below zero, the first variant is better. Bands are 95%"
+                     " confidence intervals over the seeds. The variants of a seed share the order of the data.")
+        + more,
         html.section("Loss over training FLOPs", [*_losses(shown.plain)], "Means over the seeds."),
         *tables.every(shown, subjects or [found.first]),
     ]  # fmt: skip
-    decided = decisions(found, primary)
-    return Report([progress(found), *lines, *decided], parts, {found.name: picture.charts(shown, pictured)})
+    pictures = {found.name: picture.charts(shown, pictured)}
+    return Report([progress(found), *lines, *decided], parts, pictures, decided or [*_answers(shown)])
+
+
+def _compared_sets(evidence: Evidence) -> list[tuple[Sequence[Point], str]]:
+    """Return the points at the best rates, and those of the study's own rate."""
+    return [(fits.with_next_size(fits.at_best_rates(evidence.points)), ", each at its best learning rate"),
+            (fits.with_next_size(evidence.plain), ", all at one learning rate")]  # fmt: skip
+
+
+def _at_end(points: Sequence[Point], first: str) -> Iterator[tuple[str, str, fits.Difference]]:
+    """Yield other variant, size and the difference from it at the largest budget."""
+    for size in unique(points, "size"):
+        for other in [each for each in unique(points, "variant") if each != first]:
+            if found := fits.differences(points, first, other, size):
+                yield other, size, found[-1]
+
+
+def _forests(evidence: Evidence) -> Iterator[Chart]:
+    for points, where in _compared_sets(evidence):
+        if found := sorted(_at_end(points, evidence.first), key=lambda each: (each[1], each[2].mean)):
+            names = [f"{other}, {size}" for other, size, _ in found]
+            means, halves = [each.mean for *_, each in found], [each.interval for *_, each in found]
+            title = f"Loss of {evidence.first} less that of others{where}"
+            yield charts.Forest(title, names, means, halves, "difference of validation loss, nats per token", True)
+
+
+def _answers(evidence: Evidence) -> Iterator[str]:
+    """Yield how many comparisons with several seeds are clear, of those whose variants have their best rates."""
+    points, _ = _compared_sets(evidence)[0]
+    found = [each for each in _at_end(points or evidence.plain, evidence.first) if each[2].interval is not None]
+    for verdict, sign in (("better than", -1), ("worse than", 1)):
+        if clear := [each for each in found if sign * each[2].mean > (each[2].interval or 0.0)]:
+            said = ", ".join(f"{o} at size {s} ({mean_of(each.values, '+')})" for o, s, each in clear)
+            yield f"{evidence.first} is {verdict} {said}: 95% intervals, before allowing for their number (Tests)."
 
 
 def summary(evidence: Evidence) -> list[str]:
@@ -84,7 +124,7 @@ def _signed(difference: fits.Difference) -> str:
 def _crossing(cross: fits.Crossing) -> str:
     parts, seeds = [], len(cross.by_seed) + cross.never + cross.always
     if cross.by_seed:
-        said = f" (95% interval {cross.band[0]:.1f} to {cross.band[1]:.1f})" if cross.band else ""
+        said = f" (95% interval {cross.interval})" if cross.interval else ""
         sign = "" if cross.better_after else " to positive"
         parts.append(f"the sign turns{sign} at {cross.mean:.1f}{said} in {len(cross.by_seed)} of {seeds} seeds")
     if cross.never:
@@ -107,18 +147,22 @@ def _losses(points: Sequence[Point]) -> Iterator[Chart]:
         for i, variant in enumerate(unique(points, "variant")):
             spent, losses = _means(chosen(points, variant=variant, size=size))
             curves.append(Line(variant, spent, losses, colour=i, thin=i >= charts.COLOURS))
-        yield Lines(f"Validation loss, size {size}", curves, x_label="training FLOPs", log=True)
+        yield Lines(f"Size {size}, nats per token", curves, x_label="training FLOPs", log=True)
 
 
-def _differences(evidence: Evidence) -> Iterator[Chart]:
-    points = evidence.plain
+def _differences(evidence: Evidence) -> tuple[list[Chart], list[Chart]]:
+    """Draw the differences from each other variant: of those with several seeds, and of the rest."""
+    points, several, alone = evidence.plain, list[Chart](), list[Chart]()
     for i, other in enumerate(unique(points, "variant")):
-        curves = []
+        curves, seeds = [], 1
         for j, size in enumerate(unique(points, "size")):
             found = fits.differences(points, evidence.first, other, size)
-            one_seed = all(len(each.values) == 1 for each in found)
-            name = f"size {size}" + (", one seed" if one_seed else "")
-            curves.append(curve_of(name, found, colour=j, thin=one_seed))
+            most = max((len(each.values) for each in found), default=0)
+            seeds = max(seeds, most)
+            name = f"size {size}" + (", one seed" if most == 1 else "")
+            curves.append(curve_of(name, found, colour=j, thin=most == 1))
         if i and any(len(curve.x) for curve in curves):
-            label = "tokens per parameter"
-            yield Lines(f"{evidence.first} − {other}", [*curves, *zero(curves)], x_label=label, log=True)
+            title = f"{evidence.first} − {other}, nats per token"
+            chart = Lines(title, [*curves, *zero(curves)], x_label="tokens per parameter", log=True)
+            (several if seeds > 1 else alone).append(chart)
+    return several, alone

@@ -65,13 +65,19 @@ class Event:
 # Beginning and end
 
 
-class Started(Event):
+class _Begun(Event):
+    tokens_per_step: int
+    processes: int | None = None
+    device: str = ""
+    parameters: int | None = None
+    active: int | None = None
+
+
+class Started(_Begun):
     """The run begins at its first step."""
 
     steps: int
-    tokens_per_step: int
     weights_from: str | None = None
-    processes: int | None = None
     unused_rows: int = 0
     """Rows of the vocabulary that no token of the data has, beyond usual padding."""
 
@@ -83,7 +89,7 @@ class Started(Event):
         return "\n".join([line, unused] if self.unused_rows else [line])
 
 
-class Branched(Event):
+class Branched(_Begun):
     """The run begins at a checkpoint of another run."""
 
     trunk: str
@@ -91,7 +97,6 @@ class Branched(Event):
     sample: int
     consumed_samples: int
     steps_left: int
-    tokens_per_step: int
     relength: bool = False
     """The run has another sequence length, and begins its data anew."""
     mixture: str | None = None
@@ -100,7 +105,6 @@ class Branched(Event):
     """What decides the weights and differs from the trunk."""
     protected: bool = True
     """The trunk keeps the checkpoint until the branch has one of its own."""
-    processes: int | None = None
 
     @property
     def text(self) -> str:
@@ -139,15 +143,13 @@ class RoutingDependsOnLayout(Event):
     says = "note: {reason}"
 
 
-class Resumed(Event):
+class Resumed(_Begun):
     """The run continues from a checkpoint."""
 
     sample: int
     steps_left: int
-    tokens_per_step: int
     changes: Sequence[str] = field(default_factory=list)
     """Changes of the config that resume.allow permits by name, or that change the routing."""
-    processes: int | None = None
 
     @property
     def text(self) -> str:
@@ -163,13 +165,15 @@ class _Ended(Event):
     def where(self) -> str:
         return f"at step {self.step}" + ("" if self.saved else ", which is not saved")
 
+    @property
+    def text(self) -> str:
+        return f"{self.says} {self.where}"
+
 
 class Done(_Ended):
     """All tokens are consumed."""
 
-    @property
-    def text(self) -> str:
-        return f"done {self.where}"
+    says = "done"
 
 
 class Stopped(_Ended):
@@ -188,9 +192,7 @@ class Stopped(_Ended):
 class GaveUp(_Ended):
     """The guard ends the run."""
 
-    @property
-    def text(self) -> str:
-        return f"gives up {self.where}"
+    says = "gives up"
 
 
 class Failed(Event):
@@ -443,8 +445,7 @@ class Occurrence:
 def read_events(path: str | Path) -> Iterator[Occurrence]:
     """Yield the events of a run in order. Skip damaged lines and kinds that this version does not know."""
     for fields in records_in(Path(path), parse_line):
-        event = _event(fields)
-        if event:
+        if event := _event(fields):
             yield Occurrence(datetime.fromisoformat(fields["time"]), event)
 
 
@@ -489,8 +490,7 @@ _FORMER = {("rewound", "skipped"): "passed_over"}  # names of fields in files of
 
 
 def _event(fields: dict[str, Any]) -> Event | None:
-    kind = KINDS.get(fields["kind"])
-    if kind is None:
+    if (kind := KINDS.get(fields["kind"])) is None:
         return None
     names = {each.name for each in dataclasses.fields(kind)}
     fields = {_FORMER.get((kind.kind, name), name): value for name, value in fields.items()}

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import platform
 import resource
 import shutil
 import tempfile
@@ -20,7 +19,7 @@ MATMUL_SIZE = 1024
 
 
 def processors() -> Iterator[Finding]:
-    flags, model = _cpuinfo("flags").split(), _cpuinfo("model name") or platform.processor() or platform.machine()
+    flags, model = machine.cpuinfo("flags").split(), machine.processor()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     vectors = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     yield Finding("machine", "processor", f"{model}, {usable} usable cores{', ' if vectors else ''}{' '.join(vectors)}")
@@ -200,11 +199,3 @@ def _why_no_gpu() -> str:
     if torch.version.cuda is None:
         return "none (this PyTorch was built for CPUs)"
     return "none (the driver is there, but PyTorch sees no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES)"
-
-
-def _cpuinfo(key: str) -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")

@@ -39,6 +39,10 @@ class Line:
     colour: int = 0
     dashed: bool = False
     thin: bool = False
+    smooth: bool = False
+    """Whether it is noisy, so that the page may smooth it."""
+    run: int = 0
+    """Which of the page's runs says where its places lie on other axes."""
 
     @property
     def band(self) -> tuple[np.ndarray, np.ndarray] | None:
@@ -175,7 +179,7 @@ class Lines(Chart):
         described = []
         for curve in self.curves:
             one = {"name": curve.name, "colour": curve.colour % COLOURS, "dashed": curve.dashed}
-            one |= {"thin": True} if curve.thin else {}
+            one |= {name: value for name in ("thin", "smooth", "run") if (value := getattr(curve, name))}
             one |= {"x": interactive.numbers(curve.x), "y": interactive.numbers(curve.y)}
             if curve.band is not None:
                 one |= dict(zip(("low", "high"), map(interactive.numbers, curve.band), strict=True))
@@ -216,6 +220,65 @@ class Lines(Chart):
         axes.set_ylim(scale.y0, scale.y1 + ROOM * names * (scale.y1 - scale.y0))
         if names:
             axes.legend(loc="upper right", frameon=False, fontsize="small")
+
+
+@dataclass(frozen=True)
+class Forest(Chart):
+    """A row for each estimate, with its interval and its number; the line is at zero, if that is among them."""
+
+    names: Sequence[str]
+    values: Sequence[float]
+    halves: Sequence[float | None]
+    """Half of each interval; None without one."""
+    x_label: str
+    signed: bool = False
+
+    @property
+    def shows(self) -> bool:
+        return len(self.names) > 0
+
+    def _ends(self) -> tuple[list[float], list[float]]:
+        halves = [half or 0.0 for half in self.halves]
+        lows, highs = ([v + sign * h for v, h in zip(self.values, halves, strict=True)] for sign in (-1, 1))
+        return lows, highs
+
+    def _said(self, i: int) -> str:
+        half = self.halves[i]
+        return f"{self.values[i]:{'+' if self.signed else ''}.3f}" + (f" ± {half:.3f}" if half is not None else "")
+
+    def _svg(self) -> str:
+        wide, label, said, row = 400, 138, 100, 22  # narrow, so that its text can be read on a phone
+        height, (lows, highs) = TOP + len(self.names) * row + 34, self._ends()
+        low, high = (min([0.0, *lows]), max([0.0, *highs])) if self.signed else (min(lows), max(highs))
+        pad = 0.04 * (high - low) or 0.1
+        span, first, whole = wide - label - said, low - pad, high - low + 2 * pad
+
+        def at(value: float) -> float:
+            return label + (value - first) / whole * span
+
+        bottom, drawn = TOP + len(self.names) * row, []
+        for tick in ticks(first, first + whole):
+            kind = "axis" if tick == 0 else "grid"
+            drawn.append(f'<line class="{kind}" x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="{TOP}" y2="{bottom}"/>')
+            drawn.append(_text(at(tick), bottom + 14, short(tick), "middle"))
+        for i, name in enumerate(self.names):
+            y = TOP + (i + 0.5) * row
+            drawn.append(_text(label - 8, y + 4, _clipped(name, 22), "end"))
+            drawn.append(
+                f'<line class="line c0" x1="{at(lows[i]):.1f}" x2="{at(highs[i]):.1f}" y1="{y}" y2="{y}"/>'
+                f'<circle class="dot c0" cx="{at(self.values[i]):.1f}" cy="{y}" r="3.5">'
+                f"<title>{escape(name)}: {self._said(i)}</title></circle>"
+            )
+            drawn.append(_text(wide - said + 6, y + 4, self._said(i), "start"))
+        drawn.append(_text(label + span / 2, height - 4, self.x_label, "middle"))
+        return _figure(self.title, "".join(drawn), "", height, wide)
+
+    def draw(self, axes: "Axes") -> None:
+        places = np.arange(len(self.names))
+        axes.errorbar(self.values, places, xerr=[half or 0.0 for half in self.halves], fmt="o", capsize=3)
+        axes.set_yticks(places, [_clipped(name, 24) for name in self.names])
+        axes.invert_yaxis()
+        axes.set_xlabel(self.x_label)
 
 
 @dataclass(frozen=True)
@@ -359,12 +422,12 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """Format a number: 12k, 3.4M, 2e-4."""
+    """Format a number: 12k, 3.4M, 2e-4, 1.5e21."""
     size = abs(value)
     for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size >= unit:
+        if unit <= size < 1e15:
             return f"{value / unit:.3g}{name}"
-    if size and size < 1e-3:
+    if size and not 1e-3 <= size < 1e15:
         digits, power = f"{value:.1e}".split("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{value:.3g}"
@@ -399,15 +462,16 @@ def _clipped(name: str, most: int = 15) -> str:
 
 
 def _legend(curves: Sequence[Line]) -> str:
+    curves = [*{curve.name: curve for curve in reversed(curves)}.values()][::-1]
     if len(curves) < 2:
         return ""
     keys = (f'<span class="key"><i class="swatch c{c.colour % COLOURS}"></i>{escape(c.name)}</span>' for c in curves)
     return f'<p class="legend">{"".join(keys)}</p>'
 
 
-def _figure(title: str, drawing: str, legend: str, height: float = HEIGHT) -> str:
+def _figure(title: str, drawing: str, legend: str, height: float = HEIGHT, width: int = WIDTH) -> str:
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title)}">{drawing}</svg>'
+        f'<svg class="chart" viewBox="0 0 {width} {height:.0f}" role="img" aria-label="{escape(title)}">{drawing}</svg>'
         f"{legend}</figure>"
     )

@@ -1,6 +1,8 @@
 """Runs side by side: what differs in their configs, and losses, speed and scores at equal tokens and equal FLOPs."""
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,12 @@ from megatron_blackmamba.report.history import History, ReportError, Series, rea
 RESAMPLES = 10_000
 WINDOW, FEWEST_STEPS, LARGEST_WINDOW = 0.02, 20, 0.1
 """Part of a run over which its training loss is averaged: more of a short run, for 20 steps, but at most 10%."""
+AXES = {"tokens": "tokens", "flops": "training FLOPs", "step": "step", "hours": "hours"}
+NEAR = 0.01
+"""Part of a place by which a validation may lie beside it: equal FLOPs are equal up to a batch."""
+LONG_NAME = 20
+PLACES = 200
+"""Places at which a page knows all axes of a run; between them it interpolates."""
 NOT_COMPARED = {"name", "folder"}
 
 
@@ -64,21 +72,36 @@ class Compared:
         tokens = np.interp(steps, self.tokens.step, self.tokens.value)
         return tokens * self.flops_per_token + self.flops_before if axis == "flops" else tokens
 
+    def axes(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Return where some of its steps lie on each axis that is known, by what a page calls it."""
+        steps = self.tokens.step[np.unique(np.linspace(0, len(self.tokens.step) - 1, PLACES).astype(int))]
+        found = {AXES[name]: self.along(name, steps) for name in names}
+        return {name: places for name, places in found.items() if np.isfinite(places).all()}
+
     def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
         """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
-        where, losses = self._whole_way(axis, lambda run: run.history.scalars["loss"])
-        before = int((where <= place).sum())
-        steps = max(1, round(max(WINDOW * before, min(FEWEST_STEPS, LARGEST_WINDOW * before))))
-        near = losses[max(0, before - steps) : before]
+        near = self.last_losses(axis, place)
         near = near[np.isfinite(near)]
         if not len(near):
-            return float(np.interp(place, where, losses)), 1
+            return float(np.interp(place, *self._whole_way(axis, lambda run: run.history.scalars["loss"]))), 1
         return float(near.mean()), len(near)
 
     def validated_at(self, axis: str, place: float, bits: bool = False) -> bool:
         """Return whether a validation loss, or its bits per byte, was measured at a place on an axis."""
         where, _ = self._whole_way(axis, _bits if bits else _validation)
         return bool(np.isclose(where, place, rtol=1e-9).any())
+
+    def validated_near(self, axis: str, place: float, bits: bool = False) -> float:
+        """Return a place on an axis, or that of the first or last validation if it is beyond it by less than 1%."""
+        where, _ = self._whole_way(axis, _bits if bits else _validation)
+        near = float(np.clip(place, where[0], where[-1])) if len(where) else place
+        return near if abs(near - place) < NEAR * place else place
+
+    def last_losses(self, axis: str, place: float) -> np.ndarray:
+        """Return the losses of the last steps up to a place on an axis, over which a training loss is averaged."""
+        where, losses = self._whole_way(axis, lambda run: run.history.scalars["loss"])
+        before = int((where <= place).sum())
+        return losses[max(0, before - last_steps(before)) : before]
 
     def validation_at(self, axis: str, place: float, bits: bool = False) -> float:
         """Return the validation loss, or its bits per byte, at a place; interpolated; NaN beyond what was measured."""
@@ -123,10 +146,34 @@ def read_all(paths: Sequence[Path]) -> list[Compared]:
         raise ReportError("name at least two runs to compare")
     found = []
     histories = [read_history(path) for path in paths]
-    for path, history, (validation, bits) in zip(paths, histories, _weighted_alike(histories), strict=True):
-        scores = read_run(path)
+    names = short_names([history.name for history in histories])
+    for path, name, history, (validation, bits) in zip(
+        paths, names, histories, _weighted_alike(histories), strict=True
+    ):
+        scores, history = read_run(path), dataclasses.replace(history, name=name)
         found.append(compared(history, scores, validation, bits))
     return found
+
+
+def last_steps(steps: int) -> int:
+    """Return over how many of the last steps a training loss is averaged."""
+    return max(1, round(max(WINDOW * steps, min(FEWEST_STEPS, LARGEST_WINDOW * steps))))
+
+
+def half_interval(values: np.ndarray) -> float:
+    """Return half of the 95% interval of the mean of many values; NaN of one."""
+    return float(1.96 * values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names without what all have at their beginnings and ends, if one of them is long."""
+    parts = [re.split(r"(?<=[-_])", name) for name in names]
+    if max(map(len, names)) <= LONG_NAME or len(set(names)) < len(names):
+        return [*names]
+    for end in (0, -1):
+        while min(map(len, parts)) > 1 and len({each[end] for each in parts}) == 1:
+            parts = [each[1:] if end == 0 else each[:-1] for each in parts]
+    return ["".join(each).strip("-_") for each in parts]
 
 
 def _validation(run: Compared) -> Series | None:
@@ -209,6 +256,11 @@ def differences(runs: Sequence[Compared]) -> list[tuple[str, list[Any]]]:
         ("tokenizer (of different ones compare bits per byte, not losses)", [_tokenizer(run.history) for run in runs])
     )
     return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+
+
+def several_tokenizers(runs: Sequence[Compared]) -> bool:
+    """Return whether runs have different tokenizers, so that only their bits per byte compare."""
+    return len({_tokenizer(run.history) for run in runs}) > 1
 
 
 def _tokenizer(history: History) -> str | None:

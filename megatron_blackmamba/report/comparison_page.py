@@ -1,6 +1,7 @@
 """`blackmamba compare`: runs side by side on a page and on the terminal."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -12,20 +13,22 @@ from rich.table import Table
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Line, short
+from megatron_blackmamba.report.comparison_answer import answer
 from megatron_blackmamba.report.comparison_figures import (
+    AXES,
     Compared,
     common_end,
     differences,
     one_mixture,
     paired,
     read_all,
+    several_tokenizers,
     shared_sources,
     trunks,
 )
 from megatron_blackmamba.report.history import thin
 from megatron_blackmamba.report.scores import points
 
-AXES = {"step": "step", "tokens": "tokens", "flops": "training FLOPs", "hours": "hours"}
 UNKNOWN = "not known: name the module of its layers in BLACKMAMBA_IMPORT"
 Rows = list[list[str]]
 
@@ -34,6 +37,7 @@ def compare(paths: Sequence[Path], out: Path | None, console: Console) -> Path:
     """Write the page, print the tables, and return the page's path: compare.html beside the first run by default."""
     runs = read_all(paths)
     out = out or paths[0].parent / "compare.html"
+    console.print(*answer(runs), sep="\n", soft_wrap=True)
     for title, columns, rows in tables(runs):
         table = Table(*columns, title=title)
         for row in rows:
@@ -46,18 +50,24 @@ def compare(paths: Sequence[Path], out: Path | None, console: Console) -> Path:
 def render(runs: Sequence[Compared]) -> str:
     """Return the page as one string of HTML."""
     names = " and ".join(run.name for run in runs)
+    above = trunks(runs)
     sections = [
-        *(f"<section><h2>{escape(title)}</h2>{html.table(columns, rows)}</section>"
-          for title, columns, rows in tables(runs)),
-        html.section("Training loss", [_loss(runs, axis) for axis in _axes(runs)]),
-        html.section("Validation loss", [_validation(runs, axis) for axis in _axes(runs)], _weights(runs)),
-        *_bits_per_byte(runs),
-        html.section("Validation loss by source", _by_source(runs)),
+        html.section("Loss", [_loss(runs, above), _validation(runs, above)], _weights(runs)),
+        *(_table(*each) for each in tables(runs)),
+        *_by_source(runs),
         *_scores_over_tokens(runs),
         length.section({run.name: run.scores for run in runs}),
-    ]  # fmt: skip
+    ]
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba compare."
-    return html.page(f"{names} · BlackMamba runs", f"<h1>{escape(names)}</h1>", sections, footer)
+    *answers, caution = answer(runs)
+    said = "".join(f'<p class="answer">{escape(line)}</p>' for line in answers) + f"<p>{escape(caution)}</p>"
+    along = [run.axes(_axes([*runs, *above])) for run in (*runs, *above)]
+    header = f"<h1>{escape(names)}</h1>{said}"
+    return html.page(f"{names} · BlackMamba runs", header, sections, footer, along)
+
+
+def _table(title: str, columns: Sequence[str], rows: Rows) -> str:
+    return f"<section><h2>{escape(title)}</h2>{html.table(columns, rows)}</section>"
 
 
 def _axes(runs: Sequence[Compared]) -> list[str]:
@@ -92,7 +102,9 @@ def tables(runs: Sequence[Compared]) -> list[tuple[str, list[str], Rows]]:
 
 def _results(runs: Sequence[Compared]) -> Rows:
     branched = [run.history.trunk for run in runs]
+    folders = [run.history.folder.root.resolve().name for run in runs]
     rows = [
+        *([["run", *folders]] if folders != [run.name for run in runs] else []),
         *(
             [["branch of", *(f"{t.run.root.name} after step {t.step:,}" if t else "–" for t in branched)]]
             if any(branched)
@@ -127,9 +139,12 @@ def _flops(run: Compared) -> str:
 
 
 def _validation_at(run: Compared, axis: str, place: float, bits: bool = False) -> str:
-    loss = run.validation_at(axis, place, bits)
+    near = run.validated_near(axis, place, bits)
+    loss = run.validation_at(axis, near, bits)
     if not np.isfinite(loss):
-        return "not finite" if run.validated_at(axis, place, bits) else "not validated by then"
+        return "not finite" if run.validated_at(axis, near, bits) else "not validated by then"
+    if near != place:
+        return f"{loss:.4f} (at {near:.3e})"
     return f"{loss:.4f}" if run.validated_at(axis, place, bits) else f"{loss:.4f} (interpolated)"
 
 
@@ -167,50 +182,47 @@ def _paired(runs: Sequence[Compared]) -> Rows:
     ]
 
 
-def _loss(runs: Sequence[Compared], axis: str) -> charts.Lines:
+def _loss(runs: Sequence[Compared], above: Sequence[Compared]) -> charts.Lines:
     curves = []
-    for i, run in enumerate(runs):
+    for i, run in enumerate([*runs, *above]):
         series = run.history.scalars["loss"]
-        thinned = thin(run.along(axis, series.step), series.value)
-        curves.append(Line(run.name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=i))
-    for i, run in enumerate(trunks(runs), len(runs)):
-        series = run.history.scalars["loss"]
-        thinned = thin(run.along(axis, series.step), series.value)
-        curves.append(Line(f"trunk {run.name}", thinned.x, thinned.mean, colour=i, thin=True))
-    return charts.Lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+        thinned = thin(run.along("tokens", series.step), series.value)
+        curve = Line(run.name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=i, smooth=True, run=i)
+        curves.append(curve if i < len(runs) else _trunk(curve))
+    return charts.Lines("Training loss, nats per token", curves, x_label="tokens")
 
 
-def _bits_per_byte(runs: Sequence[Compared]) -> list[str]:
-    if all(run.bits_per_byte is None for run in runs):
-        return []
-    drawn = [_validation(runs, axis, bits=True) for axis in _axes(runs)]
-    words = "Validation loss as bits per byte of text, which compares models with different tokenizers."
-    return [html.section("Bits per byte", drawn, words)]
-
-
-def _validation(runs: Sequence[Compared], axis: str, bits: bool = False) -> charts.Lines:
-    curves = []
-    for i, run in enumerate([*runs, *trunks(runs)]):
-        series, above = run.bits_per_byte if bits else run.validation, i >= len(runs)
-        if series is not None:
+def _validation(runs: Sequence[Compared], above: Sequence[Compared]) -> charts.Lines:
+    """Draw the validation loss, in bits per byte where the losses of different tokenizers do not compare."""
+    bits, curves = several_tokenizers(runs), []
+    for i, run in enumerate([*runs, *above]):
+        if (series := run.bits_per_byte if bits else run.validation) is not None:
             known = np.isfinite(series.value)
-            places, name = run.along(axis, series.step[known]), f"trunk {run.name}" if above else run.name
-            curves.append(Line(name, places, series.value[known], colour=i, thin=above))
-    return charts.Lines(f"By {AXES[axis]}", curves, x_label=AXES[axis])
+            curve = Line(run.name, run.along("tokens", series.step[known]), series.value[known], colour=i, run=i)
+            curves.append(curve if i < len(runs) else _trunk(curve))
+    return charts.Lines(f"Validation, {'bits per byte' if bits else 'nats per token'}", curves, x_label="tokens")
 
 
-def _by_source(runs: Sequence[Compared]) -> list[charts.Lines]:
-    sources = dict.fromkeys(name for run in runs for name in run.history.of("validation/loss/*"))
-    drawn = []
-    for source in sources:
-        found = [(i, run, run.history.of("validation/loss/*").get(source)) for i, run in enumerate(runs)]
+def _trunk(curve: Line) -> Line:
+    return replace(curve, name=f"trunk {curve.name.removeprefix('trunk-')}", low=None, high=None, thin=True)
+
+
+def _by_source(runs: Sequence[Compared]) -> list[str]:
+    """Return a section with each run's last validation losses, and with curves where it was validated more often."""
+    by_run = [run.history.of("validation/loss/*") for run in runs]
+    drawn, rows = [], []
+    for source in dict.fromkeys(name for series in by_run for name in series):
+        found = [series.get(source) for series in by_run]
+        rows.append([source, *("–" if each is None else f"{each.value[-1]:.4f}" for each in found)])
         curves = [
-            Line(run.name, run.along("tokens", series.step), series.value, colour=i)
-            for i, run, series in found
+            Line(run.name, run.along("tokens", series.step), series.value, colour=i, run=i)
+            for i, (run, series) in enumerate(zip(runs, found, strict=True))
             if series is not None
         ]
-        drawn.append(charts.Lines(source, curves, x_label="tokens"))
-    return drawn
+        if max(len(curve.x) for curve in curves) > 1:
+            drawn.append(charts.Lines(f"{source}, nats per token", curves, x_label="tokens"))
+    last = html.table(["last validation", *(run.name for run in runs)], rows)
+    return [html.section("Validation loss by source", drawn) + last] if rows else []
 
 
 def _scores_over_tokens(runs: Sequence[Compared]) -> list[str]:
@@ -220,7 +232,7 @@ def _scores_over_tokens(runs: Sequence[Compared]) -> list[str]:
         found = [(i, run, points(run.scored, task)) for i, run in enumerate(runs)]
         metric = next(found.metric for _, _, found in found if found)
         curves = [
-            Line(run.name, run.along("tokens", of_run.steps), of_run.values, of_run.low, of_run.high, colour=i)
+            Line(run.name, run.along("tokens", of_run.steps), of_run.values, of_run.low, of_run.high, colour=i, run=i)
             for i, run, of_run in found
             if of_run is not None and of_run.metric == metric
         ]

@@ -1,7 +1,7 @@
 """The page of a corpus: what is in it, what is in it twice, what should not be in it, and documents to read."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
 
@@ -14,6 +14,10 @@ from megatron_blackmamba.report import charts, html
 
 READ = 5
 """Documents of each source on the page."""
+FINDINGS = 3
+"""Sources that the head of the page names."""
+MANY = 0.05
+"""Part of a source's documents with near-copies from which the head names it; of validation text, any is."""
 _CHARACTERS = 1500
 _LANGUAGES = 12
 _DRAWN_TOGETHER = 4
@@ -25,29 +29,48 @@ def render(corpus: Corpus, paths: Sequence[str], tokenizer: str | None = None) -
     names = listed(paths)
     sections = [
         html.section("Sources", []) + _sources(corpus.groups),
+        _copies(corpus, tokenizer),
+        _contamination(corpus),
         html.section("Lengths", _lengths(corpus.groups), "Tokens of a document, with its end-of-document token.")
         + _quantiles(corpus.groups),
         html.section(f"{corpus.by.capitalize()}s", _languages(corpus), _languages_words(corpus)),
-        _copies(corpus, tokenizer),
-        _contamination(corpus),
         _documents(corpus.groups),
     ]
-    header = f"<h1>{escape(names)}</h1>{_facts(corpus.groups)}"
+    said = "".join(f'<p class="answer">{escape(line)}</p>' for line in _findings(corpus))
+    header = f"<h1>{escape(names)}</h1>{said}{html.facts(_facts(corpus.groups))}"
     command = f"blackmamba data report {names}"
     return html.page(
         f"{names} · corpus", header, sections, f"Written {datetime.now():%Y-%m-%d %H:%M} by {escape(command)}."
     )
 
 
-def _facts(groups: Sequence[Group]) -> str:
+def _findings(corpus: Corpus) -> Iterator[str]:
+    """Yield what to look at first: items of evaluations, copies of validation text, and sources full of copies."""
+    for task in corpus.contamination:
+        if task.items:
+            held = ", ".join(f"{number:,} of {name}" for name, number in task.documents.items() if number)
+            yield f"{len(task.items):,} of {task.looked_for:,} items of {task.task} are in documents: {held}."
+    copies, parts = corpus.copies, []
+    training = [i for i, name in enumerate(copies.groups) if not name.endswith(VALIDATION)]
+    for i, name in enumerate(copies.groups):
+        most, where = max((int(copies.found[i, j]), copies.groups[j]) for j in training) if training else (0, "")
+        among = copies.compared[i] or 1
+        if most and (name.endswith(VALIDATION) or most >= MANY * among):
+            place = "the same source" if where == name else f"{where}, which is trained on"
+            parts.append((most / among, f"{most:,} of {among:,} documents of {name} have a near-copy in {place}."))
+    yield from (said for _, said in sorted(parts, reverse=True)[:FINDINGS])
+    if not parts and training:
+        yield f"No source has near-copies in {MANY:.0%} of its documents, and no validation text is trained on."
+
+
+def _facts(groups: Sequence[Group]) -> list[tuple[str, str]]:
     training = [group for group in groups if not group.name.endswith(VALIDATION)]
     held_out = [group for group in groups if group.name.endswith(VALIDATION)]
     facts = [("sources", str(len(training)))]
     for kind, some in (("", training), ("validation ", held_out)):
         for name in ("documents", "tokens") if some else ():
             facts.append((f"{kind}{name}", charts.short(sum(group.total(name) for group in some))))
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
-    return f'<dl class="facts">{cells}</dl>'
+    return facts
 
 
 def _sources(groups: Sequence[Group]) -> str:
@@ -127,7 +150,8 @@ def _copies(corpus: Corpus, tokenizer: str | None) -> str:
         for _, examples in sorted(copies.examples.items())
         for one, other, similarity in examples
     ]
-    return html.section("Near-copies", [], words) + table + "".join(shown)
+    pairs = html.folded(f"{len(shown)} pairs to read", "".join(shown)) if shown else ""
+    return html.section("Near-copies", [], words) + table + pairs
 
 
 def _pair(one: Place, other: Place, similarity: float, tokenizer: str | None) -> str:

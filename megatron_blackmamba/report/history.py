@@ -67,6 +67,8 @@ class History:
     samples: dict[str, str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
     """Those of rewound steps too."""
+    begun: list[Started | Branched | Resumed] = field(default_factory=list)
+    """Its starts, with what they knew of the machine and the model."""
     processes: list[int] = field(default_factory=list)
     """Numbers of processes that trained it, in order; none in runs of older versions."""
     trunk: Trunk | None = None
@@ -200,6 +202,7 @@ def _read_run(run: Path, until: int | None = None) -> History:
         ],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
         spikes=of_kind(happened, Spike),
+        begun=begun,
         processes=list(dict.fromkeys(event.processes for event in begun if event.processes)),
         trunk=trunk_of(folder),
     )

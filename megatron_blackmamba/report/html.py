@@ -1,7 +1,10 @@
 """Frame, sections and tables of the pages."""
 
-from collections.abc import Sequence
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import Evaluation
@@ -9,37 +12,67 @@ from megatron_blackmamba.report import interactive
 from megatron_blackmamba.report.charts import Chart
 from megatron_blackmamba.report.style import STYLE
 
+CONTENTS_FROM = 4
+"""Sections of a page that gets a list of them."""
 
-def page(title: str, header: str, sections: Sequence[str], footer: str) -> str:
-    """Return a whole page, which needs no other file."""
+
+def page(title: str, header: str, sections: Sequence[str], footer: str, axes: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return a whole page, which needs no other file.
+
+    axes: For each run of the page, places on all axes that its charts can be drawn along; the first is the default.
+    """
+    whole = "".join(sections)
+    headings = re.findall("<section><h2>(.*?)</h2>", whole)
+    links = " ".join(f'<a href="#s{number}">{heading}</a>' for number, heading in enumerate(headings))
+    contents = f"<nav>{links}</nav>" if len(headings) >= CONTENTS_FROM else ""
+    number = itertools.count()
+    body = re.sub("<section>(?=<h2>)", lambda _: f'<section id="s{next(number)}">', whole)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
         f"<style>{STYLE}</style>{interactive.head()}</head><body><main><header>{header}</header>"
-        f"{''.join(sections)}<footer>{footer}</footer></main>{interactive.scripts()}</body></html>\n"
+        f"{contents}{body}<footer>{footer}</footer></main>{interactive.axes(axes)}{interactive.scripts()}</body></html>\n"
     )
 
 
-def section(title: str, figures: Sequence[Chart], words: str = "") -> str:
+def section(title: str, drawn: Sequence[Chart], words: str = "") -> str:
     """Return a heading, words and charts."""
     paragraph = f"<p>{escape(words)}</p>" if words else ""
-    drawn = "".join(figure.html() for figure in figures)
-    return f'<section><h2>{escape(title)}</h2>{paragraph}<div class="figures">{drawn}</div></section>'
+    return f"<section><h2>{escape(title)}</h2>{paragraph}{figures(drawn) if drawn else ''}</section>"
+
+
+def folded(title: str, content: str) -> str:
+    """Return a part of the page that is folded away."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
 def details(title: str, text: str) -> str:
     """Return text that is folded away."""
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+    return folded(title, f"<pre>{escape(text)}</pre>")
+
+
+def figures(drawn: Sequence[Chart]) -> str:
+    """Return charts side by side."""
+    return f'<div class="figures">{"".join(figure.html() for figure in drawn)}</div>'
+
+
+def facts(found: Sequence[tuple[str, str]]) -> str:
+    """Return names with their values."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found)
+    return f'<dl class="facts">{cells}</dl>'
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; the first column is the heading of its row."""
     head = "".join(f"<th>{escape(name)}</th>" for name in columns)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
+    body = "".join(f"<tr><th>{escape(row[0])}</th>{''.join(map(_cell, row[1:]))}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(text: str) -> str:
+    whole = ' class="whole"' if " ± " in text else ""  # on one line
+    return f"<td{whole}>{escape(text)}</td>"
 
 
 def scores(evaluation: Evaluation) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ VENDOR = Path(__file__).parent / "vendor"
 STYLE = """
 .uplot{font:inherit;width:100%}.u-legend{font-size:.8rem;text-align:left!important;margin:4px 0 0!important}
 .u-legend .u-marker{height:3px!important}.u-legend tr.quiet{display:none}.u-legend.u-inline tr{margin-right:14px}
+.controls{position:sticky;top:0;z-index:2;display:flex;flex-wrap:wrap;gap:4px 16px;padding:6px 0;margin-bottom:8px;
+background:var(--paper);color:var(--soft);font-size:.8rem}
+.controls label{display:flex;align-items:center;gap:4px}.controls select{font:inherit}
+.controls input[type=range]{width:80px}.controls input{margin:0;accent-color:var(--c0)}
 .u-select{background:var(--c0)!important;opacity:.15}
 """
 
@@ -27,6 +32,12 @@ def scripts() -> str:
     return "".join(
         f"<script>{(VENDOR / name).read_text('utf-8')}</script>" for name in ("uPlot.iife.min.js", "charts.js")
     )
+
+
+def axes(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return where the same places of each run lie on its axes; the charts are drawn along the first one."""
+    found = [{name: numbers(values) for name, values in run.items()} for run in runs]
+    return f'<script type="application/json" id="axes">{json.dumps(found, separators=(",", ":"))}</script>'
 
 
 def data(content: dict[str, Any]) -> str:

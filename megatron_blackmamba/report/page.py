@@ -13,6 +13,7 @@ from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Chart, Line, Mark
+from megatron_blackmamba.report.comparison_figures import compared, half_interval, last_steps
 from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.report.scores import points
 from megatron_blackmamba.training.metrics import metric_of
@@ -21,6 +22,8 @@ from megatron_blackmamba.version import __version__
 ROUTER_POINTS = 200
 SOURCE_POINTS = 60
 """Points of the loss by source, each a mean over many steps: a batch has few samples of a source."""
+FIRST_SOURCE = 2
+"""Colour of the first source, after those of the training and the validation loss."""
 SHOWN_ELSEWHERE = {
     *("loss", "source/loss/*", "validation/loss", "validation/loss/*"),
     *("validation/bits_per_byte", "validation/bits_per_byte/*"),
@@ -36,12 +39,14 @@ BALANCE = (
 
 def render(history: History) -> str:
     """Return the whole page as one HTML string."""
-    title = f"{history.name} · BlackMamba run"
+    balance = experts(history)
+    over_time = [chart for chart in balance if isinstance(chart, charts.Stacked)]
     sections = [
-        html.section("Loss", [loss(history), *source_losses(history), *bits_per_byte(history)]),
+        html.section("Loss", [loss(history), *source_losses(history)]),
+        _sources(history),
         evaluations(history),
-        html.section("Mixture", [mixture(history)], _mixture_words(history)),
-        html.section("Experts", [*experts(history)], BALANCE),
+        html.section("Experts", [chart for chart in balance if not isinstance(chart, charts.Stacked)], BALANCE),
+        html.folded("Shares of the experts over training", html.figures(over_time)) if over_time else "",
         html.section("Optimisation, speed and other metrics", [*others(history)]),
         _interruptions(history),
         _spikes(history),
@@ -49,8 +54,12 @@ def render(history: History) -> str:
         html.details("Configuration", yaml.safe_dump(history.config, sort_keys=False)),
         html.details("Environment", _environment()),
     ]
-    header = f"<h1>{escape(history.name)}</h1>{_facts(history)}"
-    return html.page(title, header, sections, _footer(history))
+    header = (
+        f'<h1>{escape(history.name)}</h1><p class="what">{escape(_what(history))}</p>'
+        f'<p class="answer">{escape(_answer(history))}</p>{html.facts(_facts(history))}'
+    )
+    along = [compared(each).axes(("step", "tokens", "flops", "hours")) for each in (history, *history.trunks)]
+    return html.page(f"{history.name} · BlackMamba run", header, sections, _footer(history), along)
 
 
 def pictures(history: History) -> dict[str, list[Chart]]:
@@ -64,38 +73,45 @@ def loss(history: History) -> Chart:
     validation = history.validation_loss
     if validation is not None:
         curves.append(_through("validation", validation, colour=1))
-    for trunk in history.trunks:
-        curves.append(replace(_curve(f"trunk {trunk.name}", trunk.scalars["loss"], 0), thin=True, low=None, high=None))
+    for run, trunk in enumerate(history.trunks, 1):
+        above = replace(_curve(f"trunk {trunk.name}", trunk.scalars["loss"], 0), thin=True, low=None, high=None)
+        curves.append(replace(above, run=run))
         if (validation := trunk.validation_loss) is not None:
-            curves.append(replace(_through(f"trunk {trunk.name}, validation", validation, colour=1), thin=True))
-    return charts.Lines("Loss", curves, marks(history))
+            above = _through(f"trunk {trunk.name}, validation", validation, colour=1)
+            curves.append(replace(above, thin=True, run=run))
+    return charts.Lines("Loss, nats per token", curves, marks(history))
 
 
 def source_losses(history: History) -> list[Chart]:
-    losses = history.of("source/loss/*")
+    """Return a chart of the sources, each in one colour: its training loss, and its validation loss dashed."""
+    losses, validation, curves = history.of("source/loss/*"), history.of("validation/loss/*"), []
     if len(losses) < 2:
         return []
-    curves = []
-    for i, (name, series) in enumerate(losses.items()):
+    for i, (name, series) in enumerate(losses.items(), FIRST_SOURCE):
         thinned = thin(series.step, series.value, SOURCE_POINTS)
-        curves.append(Line(name, thinned.x, thinned.mean, colour=i))
-    drawn: list[Chart] = [charts.Lines("Loss by source", curves)]
-    validation = [
-        _through(name, series, colour=list(losses).index(name))
-        for name, series in history.of("validation/loss/*").items()
-        if name in losses
-    ]
-    return [*drawn, charts.Lines("Validation loss by source", validation)] if validation else drawn
+        curves.append(Line(name, thinned.x, thinned.mean, colour=i, smooth=True))
+        if name in validation:
+            curves.append(replace(_through(f"{name}, validation", validation[name], colour=i), dashed=True))
+    return [charts.Lines("Loss by source, nats per token", curves)]
 
 
-def bits_per_byte(history: History) -> list[Chart]:
-    """Return a chart of validation in bits per byte: of the mixture, and of its sources."""
-    if history.bits_per_byte is None:
-        return []
-    sources = history.of("validation/bits_per_byte/*")
-    curves = [_through("mixture", history.bits_per_byte, colour=0)]
-    curves += [_through(name, series, colour=i) for i, (name, series) in enumerate(sources.items(), 1)]
-    return [charts.Lines("Validation, bits per byte", curves[: 1 if len(sources) == 1 else None])]
+def _sources(history: History) -> str:
+    """Return what the run has read of each source, and its last losses."""
+    planned, achieved = history.planned, history.achieved
+    columns = {
+        "source/loss/*": "training loss",
+        "validation/loss/*": "validation loss",
+        "validation/bits_per_byte/*": "bits per byte",
+    }
+    found = {words: history.of(metric) for metric, words in columns.items()}
+    found = {words: series for words, series in found.items() if series}
+    rows = []
+    for name in dict.fromkeys([*achieved, *(name for series in found.values() for name in series)]):
+        share = f"{achieved[name]:.2%}" if name in achieved else "–"
+        last = [f"{_mean_of_last(series[name])[0]:.3f}" if name in series else "–" for series in found.values()]
+        rows.append([name, f"{planned.get(name, 0.0):.2%}", share, *last])
+    words = f"<p>{escape(_mixture_words(history))}</p>" if rows else ""
+    return f"<section><h2>Sources</h2>{words}{html.table(['source', 'planned', 'read', *found], rows)}</section>"
 
 
 def evaluations(history: History) -> str:
@@ -169,7 +185,7 @@ def others(history: History) -> list[Chart]:
     for metric in sorted(map(metric_of, groups), key=lambda metric: metric.order):
         if metric.in_report and metric.name not in SHOWN_ELSEWHERE:
             lines = [
-                _curve(metric.key_of(name) or metric.title, history.scalars[name], len(drawn) + i)
+                _curve(metric.key_of(name) or metric.title, history.scalars[name], i)
                 for i, name in enumerate(groups[metric.name])
             ]
             if any(len(line.x) for line in lines):
@@ -194,7 +210,7 @@ def marks(history: History) -> list[Mark]:
 
 def _curve(name: str, series: Series, colour: int) -> Line:
     thinned = thin(series.step, series.value)
-    return Line(name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=colour)
+    return Line(name, thinned.x, thinned.mean, thinned.low, thinned.high, colour=colour, smooth=True)
 
 
 def _through(name: str, series: Series, colour: int) -> Line:
@@ -213,28 +229,67 @@ def _some(layers: list[str], most: int = 6) -> list[str]:
     return [layers[round(i * (len(layers) - 1) / (most - 1))] for i in range(most)]
 
 
-def _facts(history: History) -> str:
+def _what(history: History) -> str:
+    """Say in a line what was trained, on what, and on which machine."""
+    model, training = history.config["model"], history.config["training"]
+    begun = history.begun[-1] if history.begun else None
+    parts = [f"{model['pattern']}, width {model['hidden_size']}"]
+    if "E" in model["pattern"]:
+        parts.append(f"{model['experts']} experts, {model['top_k']} for each token")
+    if begun and begun.parameters and begun.active:
+        parts.append(f"{charts.short(begun.parameters)} parameters, {charts.short(begun.active)} for each token")
+    parts.append(f"{charts.short(training['tokens'])} tokens planned")
+    if history.processes:
+        number, device = history.processes[-1], f" on {begun.device}" if begun and begun.device else ""
+        parts.append(f"{number} process{'es' * (number != 1)}{device}")
+    return " · ".join([*parts, training["precision"]])
+
+
+def _answer(history: History) -> str:
+    """Say the loss, as a mean of the last steps: the loss of one step is noise."""
+    said = []
+    if "loss" in history.scalars:
+        mean, half, steps = _mean_of_last(history.scalars["loss"])
+        said.append(f"Training loss {mean:.3f} ± {half:.3f} over the last {steps} steps (95% interval of the mean)")
+    if (validation := history.validation_loss) is not None:
+        said.append(f"validation loss {validation.value[-1]:.3f} after step {validation.step[-1]:,}")
+    return f"{'; '.join(said)}." if said else ""
+
+
+def _mean_of_last(series: Series) -> tuple[float, float, int]:
+    """Return the mean of the last 2% of the values, at least of 20 or 10%, half its 95% interval, and their number."""
+    known = series.value[np.isfinite(series.value)]
+    last = known[-last_steps(len(known)) :] if len(known) else np.array([np.nan])
+    return float(last.mean()), half_interval(last), len(last)
+
+
+def _facts(history: History) -> list[tuple[str, str]]:
     last, total = history.last, history.total_steps
-    state = "finished" if history.finished else "in progress or stopped"
-    trunk = history.trunk
+    seconds = float(np.nansum(history.scalars["speed/step_seconds"].value))
+    trunk, validation, bits = history.trunk, history.validation_loss, history.bits_per_byte
     facts = [
-        *([("branch of", f"{trunk.run.root.name}, after step {trunk.step:,}")] if trunk else []),
+        ("branch of", f"{trunk.run.root.name}, after step {trunk.step:,}" if trunk else ""),
         ("step", f"{last['step']:,} of {total:,}"),
         ("tokens", charts.short(last["consumed_tokens"])),
-        ("loss", "–" if last["loss"] is None else f"{last['loss']:.3f}"),
+        ("validation loss", f"{validation.value[-1]:.3f}" if validation is not None else ""),
+        ("bits per byte", f"{bits.value[-1]:.3f}" if bits is not None else ""),
+        ("learning rate", _rate(history)),
         ("tokens/s", charts.short(float(np.nanmedian(history.scalars["speed/tokens_per_second"].value[-200:])))),
-        ("state", state),
+        ("time of the steps", str(timedelta(seconds=round(seconds)))),
+        ("state", "finished" if history.finished else "in progress or stopped"),
     ]
-    validation = history.validation_loss
-    if validation is not None:
-        facts.insert(3 + bool(trunk), ("validation loss", f"{validation.value[-1]:.3f}"))
-    if history.bits_per_byte is not None:
-        facts.insert(4 + bool(trunk), ("bits per byte", f"{history.bits_per_byte.value[-1]:.3f}"))
     if not history.finished and last["step"] < total:
         seconds = (total - last["step"]) * float(last["speed/step_seconds"])
         facts.append(("to go", str(timedelta(seconds=round(seconds)))))
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
-    return f'<dl class="facts">{cells}</dl>'
+    return [(name, value) for name, value in facts if value]
+
+
+def _rate(history: History) -> str:
+    """Say where the run is in its schedule."""
+    if (rate := history.scalars.get("learning_rate")) is None:
+        return ""
+    part = rate.value[-1] / np.nanmax(rate.value)
+    return f"{rate.value[-1]:.2g}, {part:.0%} of the peak ({history.config['optimizer']['decay']})"
 
 
 def _mixture_words(history: History) -> str:

@@ -14,6 +14,8 @@ main{max-width:1080px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.7rem;margin:0 0 12px}
 h2{font-size:1.15rem;margin:36px 0 8px;padding-top:12px;border-top:1px solid var(--rule)}
 p{margin:0 0 12px;color:var(--soft);max-width:70ch}
+.what{color:var(--ink)}.answer{color:var(--ink);font-size:1.1rem;font-weight:600}
+nav{display:flex;flex-wrap:wrap;gap:2px 16px;margin-top:16px;font-size:.85rem}a{color:var(--c0)}
 .facts{display:flex;flex-wrap:wrap;gap:8px 28px;margin:0}
 .facts dt{color:var(--soft);font-size:.8rem}
 .facts dd{margin:0;font-size:1.15rem;font-variant-numeric:tabular-nums}
@@ -36,11 +38,14 @@ vertical-align:middle;margin-right:5px}
 pre{background:var(--panel);border:1px solid var(--rule);border-radius:6px;padding:12px;white-space:pre-wrap;
 font:13px/1.45 ui-monospace,"SF Mono",Menlo,Consolas,monospace;margin:0 0 12px}
 details{margin-top:16px}summary{cursor:pointer;font-weight:600}
-details pre{margin-top:8px}
+details pre{margin-top:8px}details details{margin-left:16px}details details summary{font-weight:400;font-size:.9rem}
 .wide{overflow-x:auto;margin:12px 0;font-size:.82rem;font-variant-numeric:tabular-nums}
 .wide table{border-collapse:collapse}
-.wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);white-space:nowrap}
+.wide th,.wide td{padding:3px 10px;text-align:right;border-bottom:1px solid var(--rule);overflow-wrap:normal}
+.wide td{max-width:28em;overflow-wrap:break-word}.wide td.whole{white-space:nowrap}
 .wide th:first-child{text-align:left;position:sticky;left:0;background:var(--paper)}.wide thead th{color:var(--soft)}
+@media(max-width:600px){.wide th,.wide td{padding:3px 5px}.wide td{max-width:9em;overflow-wrap:break-word}
+.wide th:first-child{overflow-wrap:anywhere;min-width:8em;max-width:42vw}}
 ul{padding-left:20px}li{font-size:.9rem}
 footer{margin-top:40px;color:var(--soft);font-size:.8rem}
 """

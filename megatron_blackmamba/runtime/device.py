@@ -7,6 +7,8 @@ from unittest import mock
 
 import torch
 
+from megatron_blackmamba.runtime import machine
+
 SHARED = "BLACKMAMBA_SHARE_GPUS"
 """Variable that lets several processes of one machine share a GPU, to test layouts with NCCL. It is slow."""
 
@@ -29,6 +31,11 @@ def device() -> torch.device:
     if has_cuda():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def name() -> str:
+    """Return the name of the GPU of this process, or of the processor."""
+    return torch.cuda.get_device_name() if has_cuda() else machine.processor()
 
 
 def is_pretended() -> bool:

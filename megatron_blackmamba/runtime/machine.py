@@ -1,6 +1,7 @@
-"""Memory of this machine, as far as its control group lets this process use it. The standard library only."""
+"""The processor of this machine, and its memory as far as the control group lets this process use it. No torch."""
 
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def killed_for_memory() -> int:
     files = [group / name for group in _own_groups() for name in ("memory.events", "memory.oom_control")]
     counts = (_counter(file, "oom_kill") for file in (*files, PROC / "vmstat") if file.is_file())
     return next(counts, 0)
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def cpuinfo(key: str) -> str:
+    """Return what the kernel says of the first processor; nothing where it says nothing."""
+    return next((line.partition(":")[2].strip() for line in _lines(PROC / "cpuinfo") if line.startswith(key)), "")
 
 
 def _of_machine() -> tuple[int, int]:

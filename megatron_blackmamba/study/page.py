@@ -3,7 +3,7 @@
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from html import escape
@@ -20,6 +20,7 @@ from megatron_blackmamba.study.points import Evidence, Point, sealed, unique
 from megatron_blackmamba.study.runs import Study
 from megatron_blackmamba.study.table import Table
 
+FLOPS = "training FLOPs"
 CELLS: dict[str, Callable[["Group"], str]] = {
     "model": lambda group: group.name,
     "size": lambda group: group.size,
@@ -50,6 +51,10 @@ class Report:
     """Sections of the page in HTML, and tables, which `--tables` prints too."""
     pictures: Mapping[str, Sequence[Chart]] = field(default_factory=dict)
     """By the name of the file, the charts side by side."""
+    answers: Sequence[str] = ()
+    """What the study says, in sentences."""
+    axes: Sequence[Mapping[str, Any]] = ()
+    """Of each curve that has several: what html.page takes."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,12 @@ def render(study: Study, found: Evidence, report: Report) -> str:
     """Return the page as one string of HTML."""
     done, total = len(found.points), found.planned
     left = "" if done >= total else f"<p>{done} of {total} runs are finished; the same command goes on.</p>"
-    header = f"<h1>Study: {escape(study.name)}</h1><p>{escape(found.about)}</p>{left}"
+    answers = "".join(f'<p class="answer">{escape(line)}</p>' for line in report.answers)
+    header = f"<h1>Study: {escape(study.name)}</h1><p>{escape(found.about)}</p>{answers}{left}"
     sections = [part.html() if isinstance(part, Table) else part for part in report.parts]
     sections.append(html.details("Study file", study.config.model_dump_json(indent=2)))
     footer = f"Written {datetime.now():%Y-%m-%d %H:%M} by blackmamba study {escape(study.name)}."
-    return html.page(f"{study.name} · BlackMamba study", header, sections, footer)
+    return html.page(f"{study.name} · BlackMamba study", header, sections, footer, report.axes)
 
 
 def report(study: Study, found: Evidence) -> Report:
@@ -108,7 +114,8 @@ def report(study: Study, found: Evidence) -> Report:
     runs, ablations = grouped(points, "run"), grouped(points, "ablation")
     largest = {(group.name, group.size): group for group in sorted(runs, key=lambda group: group.budget)}
     at_end = [group for group in runs if group in largest.values()]
-    against, curves = _against(runs), _curves(at_end)
+    against, (curves, axes) = _against(runs), _curves(at_end)
+    several = len({(group.size, group.budget) for group in runs}) > 1
     generated = _generation(found.generation)
     by_length = {name: Evaluation(name, None, (result,)) for name, result in found.by_length.items()}
     shown = rich.table.Table(*SHOWN, box=None, pad_edge=False, header_style="dim")
@@ -117,11 +124,15 @@ def report(study: Study, found: Evidence) -> Report:
     words = "Means over the seeds, ± the 95% confidence interval of the mean."
     return Report(
         said=[shown] if runs else [],
+        answers=[*_answers(at_end)],
+        axes=axes,
         parts=[
-            html.section("Loss", against, "Bands are 95% confidence intervals over the seeds."),
-            Table("Results", words, [*CELLS], rows(runs)),
+            html.section("Validation loss", [*_forests(at_end)], words),
             _differences(runs),
-            html.section("Validation loss over training", curves, "Each line is one seed."),
+            Table("Results", words, [*CELLS], rows(runs)),
+            html.section("Loss against cost", against, "Bands are 95% confidence intervals over the seeds.")
+            if several else "",
+            html.section("Validation loss over training", curves, "Each line is one seed.") if curves else "",
             _ablations(study, runs, ablations),
             html.section(
                 "Expert balance by layer", _balance(at_end), "Busiest expert over the mean; 1 is perfect balance."
@@ -133,7 +144,7 @@ def report(study: Study, found: Evidence) -> Report:
             _tuning(study, points),
         ],
         pictures={
-            "loss": [against[0], *curves[1::2]],
+            "loss": [against[0], *curves],
             "generation": generated[-2:],
             "length": length.by_position(found.by_length),
         },
@@ -152,7 +163,7 @@ def _against(runs: Sequence[Group]) -> list[Chart]:
     for group in (group for group in runs if math.isfinite(group.mean("loss"))):
         curves.setdefault(f"{group.name}, {group.size}" if several else group.name, []).append(group)
     drawn: list[Chart] = []
-    for of, label in (("flops", "training FLOPs"), ("active", "active parameters")):
+    for of, label in (("flops", FLOPS), ("active", "active parameters")):
         lines = []
         for i, (name, groups) in enumerate(curves.items()):
             groups.sort(key=lambda group: group.mean(of))
@@ -174,22 +185,45 @@ def _differences(runs: Sequence[Group]) -> Table:
     return Table("Differences by seed", words, ("models", "size", "difference", "of each seed"), cells)
 
 
-def _curves(runs: Sequence[Group]) -> list[Chart]:
-    """Draw the validation losses during training, by tokens and then by FLOPs for each size."""
+def _answers(groups: Sequence[Group]) -> Iterator[str]:
+    """Yield for each size which model has the lowest loss, and how far the next one is, seed by seed."""
+    for size, members in _by_loss(groups):
+        first, *rest = members
+        seeds = f"{len(first.points)} seed{'s' * (len(first.points) > 1)}"
+        said = f"Size {size}: {first.name} has the lowest validation loss, {first.said('loss')} ({seeds})"
+        if rest and (values := rest[0].differences(first)):
+            said += f"; {rest[0].name} is {mean_of(values)} above it, seed by seed"
+        yield f"{said}."
+
+
+def _forests(groups: Sequence[Group]) -> Iterator[Chart]:
+    for size, members in _by_loss(groups):
+        losses = [group.values("loss") for group in members]
+        names, means = [group.name for group in members], [statistics.fmean(each) for each in losses]
+        label = "validation loss, nats per token"
+        yield charts.Forest(f"Size {size}, lowest first", names, means, [half_interval(each) for each in losses], label)
+
+
+def _by_loss(groups: Sequence[Group]) -> Iterator[tuple[str, list[Group]]]:
+    """Yield each size with its groups of the largest budget, those of lower loss first."""
+    known = [group for group in groups if math.isfinite(group.mean("loss"))]
+    for size in dict.fromkeys(group.size for group in known):
+        yield size, sorted((g for g in known if g.size == size), key=lambda group: group.mean("loss"))
+
+
+def _curves(runs: Sequence[Group]) -> tuple[list[Chart], list[dict[str, Any]]]:
+    """Draw the validation losses during training, of each size with two or more; return the axes of each curve too."""
     drawn: list[Chart] = []
+    axes: list[dict[str, Any]] = []
     for size in dict.fromkeys(group.size for group in runs):
-        for at, label in ((0, "tokens"), (1, "training FLOPs")):
-            curves = [
-                Line(f"{group.name}, seed {p.seed}", *_columns(p, at), colour=i, dashed=j > 0)
-                for i, group in enumerate(g for g in runs if g.size == size)
-                for j, p in enumerate(group.points)
-            ]
-            drawn.append(charts.Lines(f"{size}, by {label}", curves, x_label=label))
-    return drawn
-
-
-def _columns(point: Point, at: int) -> tuple[list[float], list[float]]:
-    return [validated[at] for validated in point.curve], [validated[2] for validated in point.curve]
+        curves = []
+        for i, group in enumerate(g for g in runs if g.size == size):
+            for j, point in enumerate(p for p in group.points if len(p.curve) > 1):
+                tokens, spent, losses = (list(column) for column in zip(*point.curve, strict=True))
+                curves.append(Line(group.name, spent, losses, colour=i, dashed=j > 0, run=len(axes)))
+                axes.append({FLOPS: spent, "tokens": tokens})
+        drawn += [charts.Lines(f"Size {size}, nats per token", curves, x_label=FLOPS)] if curves else []
+    return drawn, axes
 
 
 def _ablations(study: Study, runs: Sequence[Group], ablations: Sequence[Group]) -> Table:

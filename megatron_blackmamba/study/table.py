@@ -7,6 +7,9 @@ from html import escape
 
 from megatron_blackmamba.report import html
 
+LONG = 20
+"""Rows of a table that a page shows unfolded, at most."""
+
 
 @dataclass(frozen=True)
 class Table:
@@ -22,6 +25,8 @@ class Table:
         if not self.rows:
             return ""
         table = html.table(self.columns, self.rows)
+        if len(self.rows) > LONG:
+            table = html.folded(f"{len(self.rows)} rows", table)
         return f"<section><h2>{escape(self.title)}</h2><p>{escape(self.words)}</p>{table}</section>"
 
     def markdown(self) -> str:

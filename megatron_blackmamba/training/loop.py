@@ -23,7 +23,8 @@ from megatron_blackmamba.config import RunConfig, to_saved
 from megatron_blackmamba.engine import foreign
 from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.runtime import exits, layout, process, world
+from megatron_blackmamba.plan import parameters
+from megatron_blackmamba.runtime import device, exits, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog
@@ -71,13 +72,17 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
         foreign.refuse_missing()
         layout.check(config, place.size)
         resume.refuse_start(config)
+        # A pretended world counts, so no real one may exist.
+        count = parameters.count(config) if place.rank == 0 and not dist.is_initialized() else None
         if place.rank == 0:
             with contextlib.suppress(OSError):  # standard output may lie on a full disk
-                print(*headline.lines(config, place.size, counted=not dist.is_initialized()), sep="\n", flush=True)
+                print(*headline.lines(config, place.size, count), sep="\n", flush=True)
         logs = RunFolder.of(config).logs
         with Watchdog(config.training.guard.hang_seconds, place.rank, place.size, logs) as watchdog:
             everyone = world.start(config.parallel, world.PATIENCE, joined=lambda: refuse_unlike_starts(config))
-            outcome = (trainer or Trainer)(config, everyone, stop, watchdog).run()
+            started = (trainer or Trainer)(config, everyone, stop, watchdog)
+            started.count = count
+            outcome = started.run()
             world.shutdown()
         return outcome
     finally:
@@ -86,6 +91,9 @@ def train(config: RunConfig, trainer: type["Trainer"] | None = None) -> Outcome:
 
 class Trainer:
     """One rank of a run. Its parts are public: a test or an experiment may put its own in their place."""
+
+    count: parameters.Parameters | None = None
+    """Parameters of the whole model, where the first rank could count them."""
 
     def __init__(self, config: RunConfig, world: World, stop: StopRequest, watchdog: Watchdog) -> None:
         config = pinned(config, world)
@@ -145,7 +153,10 @@ class Trainer:
 
     def begin(self) -> None:
         """Resume from the newest checkpoint, or start from the given weights, or from scratch."""
-        size = {"tokens_per_step": self.config.tokens_per_step, "processes": self.world.size}
+        size: dict[str, Any] = {"tokens_per_step": self.config.tokens_per_step, "processes": self.world.size}
+        size |= {"device": device.name()}
+        if self.count:
+            size |= {"parameters": self.count.total, "active": self.count.forward}
         newest, weights = self.keeper.newest(), self.config.start.from_
         if newest is not None:
             changes = self.resume(newest)
@@ -153,8 +164,8 @@ class Trainer:
             if self.progress.end_of_data(self.config) != len(self.data.train):  # other batches, or skipped ranges
                 self.data = self.open_data()
             self.reopen_batches()
-            at = {"sample": self.progress.next_sample, "steps_left": self.steps_left}
-            self.event(events.Resumed(changes=changes, **at, **size))
+            size |= {"sample": self.progress.next_sample, "steps_left": self.steps_left}
+            self.event(events.Resumed(changes=changes, **size))
         elif self.branch:  # take over another run's checkpoint
             self.branch.refuse_data(self.data.record)
             self.branch.refuse_reread(self.config, self.data)

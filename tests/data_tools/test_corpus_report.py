@@ -62,6 +62,18 @@ def test_planted_copies_are_counted(figures):
     assert sorted(map(len, copies.examples.values())) == [2, 3, 3]  # at most three pairs; books has two
 
 
+def test_page_begins_with_what_is_wrong(figures):
+    text = render(figures, [])
+    said = re.findall(r'<p class="answer">(.*?)</p>', text)
+    assert said == [
+        "1 of 1 items of items.jsonl are in documents: 1 of web (validation).",
+        "5 of 7 documents of web (validation) have a near-copy in web, which is trained on.",
+        "7 of 50 documents of books have a near-copy in web, which is trained on.",
+        "7 of 60 documents of web have a near-copy in books, which is trained on.",
+    ]
+    assert text.index("near-copy in web") < text.index("<table>") and "No source has" not in text
+
+
 def test_items_and_scripts_are_counted(figures):
     (found,) = figures.contamination
     assert found.looked_for == 1 and dict(found.documents) == {"web (validation)": 1}

@@ -157,9 +157,22 @@ def test_layers_are_divided_into_shares():
     assert texts(figure)["layer 1"][0] < 70  # beside its bar
 
 
+def test_estimates_have_dots_intervals_and_numbers():
+    figure = charts.Forest("x", ["a", "b"], [-0.1, 0.2], [0.1, None], "nats", signed=True)
+    first, second = ([float(shape.get(at)) for at in ("x1", "x2")] for shape in shapes(figure, "line", "line"))
+    dots = [float(dot.get("cx")) for dot in shapes(figure, "circle", "dot")]
+    (zero,) = (float(line.get("x1")) for line in shapes(figure, "line", "axis"))
+    assert first[1] == zero and dots[0] == pytest.approx(sum(first) / 2, abs=0.1) and second == [dots[1]] * 2
+    assert dots[1] - zero == pytest.approx(2 * (zero - dots[0]), abs=0.2)
+    assert {"-0.100 ± 0.100", "+0.200", "a", "nats"} <= set(texts(figure))
+    (points, _, (bars,)) = plotted(figure).containers[0]
+    assert list(points.get_xdata()) == [-0.1, 0.2] and bars.get_segments()[0][:, 0].tolist() == [-0.2, 0.0]
+
+
 @pytest.mark.parametrize(
     "figure",
     [
+        charts.Forest("t", [], [], [], "nats"),
         charts.Lines("t", []),
         charts.Bars("t", [], {}),
         charts.Stacked("t", [], np.zeros((0, 2)), []),

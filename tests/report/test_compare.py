@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,12 +19,14 @@ from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, Task
 from megatron_blackmamba.formats.events import Resumed
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError
-from megatron_blackmamba.report.comparison_figures import bootstrap, common_end, paired, read_all
+from megatron_blackmamba.report.comparison_answer import answer
+from megatron_blackmamba.report.comparison_figures import bootstrap, common_end, paired, read_all, short_names
 from megatron_blackmamba.report.comparison_page import compare, render, tables
 from megatron_blackmamba.report.history import read_history
 from megatron_blackmamba.report.overview import Overview, overviews, show
 from megatron_blackmamba.report.page import render as render_run
 from tests.pages import check_page
+from tests.serving.browser import BROWSER, Browser
 
 SHARES = {"code": "3/4", "prose": "1/4"}
 
@@ -101,7 +104,7 @@ def test_validation_losses_have_one_weighting(tmp_path):
     assert bits == pytest.approx([2.3 + 0.25] * 2)
     rows = {row[0]: row[1:] for row in {title: rows for title, _, rows in tables(runs)}["Results"]}
     assert next(cells for name, cells in rows.items() if "bits per byte, at 81.9k" in name) == ["2.5500"] * 2
-    assert "weighted by the mixture of first" in render(runs) and "<h2>Bits per byte</h2>" in render(runs)
+    assert "weighted by the mixture of first" in render(runs) and "Validation, bits per byte" in render(runs)
     rows = {title: rows for title, _, rows in tables(runs)}["Configuration that differs"]
     assert [cells[1:] for cells in rows if cells[0].startswith("tokenizer")] == [["a aaaaaaaaaaaa", "b bbbbbbbbbbbb"]]
     other = write_run(tmp_path / "other", 40, shares={"poems": "1"})
@@ -120,7 +123,12 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
     console = Console(record=True, width=200, file=io.StringIO())
     text = compare(two, tmp_path / "compare.html", console).read_text()
     check_page(text)
-    assert text.count("chart-data") >= 10
+    assert text.count('class="chart-data">') == 5  # training, validation, two sources, a score
+    axes = json.loads(re.search(r'id="axes">(.*?)</script>', text)[1])
+    assert [set(run) for run in axes] == [{"tokens", "training FLOPs", "step", "hours"}] * 2
+    assert axes[1]["hours"][-1] == 0.4 and axes[1]["step"][-1] == 40
+    assert "second is ahead of first in validation loss, by 1.0000 at 81.9k tokens" in text
+    assert "second is ahead of first" in console.export_text(clear=False)
     assert "Scores over tokens" in text and "piqa acc" in text
     (row,) = [row for row in found["Results"] if row[0] == "training loss at 81.9k tokens, mean of the last steps"]
     assert row[1:] == ["4.6150 (4 steps)", "3.6150 (4 steps)"]
@@ -128,6 +136,47 @@ def test_the_page_and_the_tables_show_what_differs(two, tmp_path):
     assert "model.pattern" in console.export_text()
     with pytest.raises(ReportError, match="at least two runs"):
         read_all(two[:1])
+
+
+def test_noise_as_large_as_the_lead_decides_nothing(tmp_path):
+    """The same batches add the same noise to both runs; other batches do not."""
+    noise = np.random.default_rng(1).standard_normal((2, 61))
+    first = write_run(tmp_path / "first", 60, loss=lambda step: 5 + noise[0, step])
+    same = write_run(tmp_path / "same", 60, loss=lambda step: 5.01 + noise[0, step])
+    other = write_run(tmp_path / "other", 60, loss=lambda step: 5.01 + noise[1, step])
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 1234", "seed: 2"))
+    for run in (first, same, other):  # validated without noise
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        loss = {"validation/loss/code": 5.0 + (run != first) / 100, "validation/loss/prose": 5.0}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(each | loss) + "\n" for each in lines))
+    assert answer(read_all([first, same]))[0].startswith("first is ahead of same in validation loss, by 0.0075")
+    assert answer(read_all([first, same]))[0].endswith("by 0.0100 ± 0.0000 (95% interval).")
+    assert answer(read_all([other, first]))[0].startswith("first is not clearly ahead of other")
+
+
+def test_long_names_lose_what_they_share():
+    assert short_names(["softmax-xs-seed2-learning_rate", "mamba-xs-seed2-learning_rate"]) == ["softmax", "mamba"]
+    assert short_names(["base", "base_2"]) == ["base", "base_2"]
+    assert short_names(["a_very_long_name_of_a_run", "a_very_long_name_of_a_run_2"]) == ["run", "run_2"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_axis_of_comparison_is_switched_on_phones(two, tmp_path):
+    """40 steps of 36 seconds, and 60 of them."""
+    page = compare(two, tmp_path / "compare.html", Console(file=io.StringIO()))
+    browser = Browser(tmp_path / "browser")
+    try:
+        browser.size(375, 800)
+        browser("Page.navigate", url=page.as_uri())
+        browser.wait("document.querySelectorAll('.uplot').length === 5")
+        browser.value("""{ const by = document.querySelector('.controls select'); by.value = 'hours';
+            by.dispatchEvent(new Event('input')) }""")
+        browser.wait("document.querySelector('.u-legend').innerText.startsWith('hours0.6')")
+        assert browser.value("document.documentElement.scrollWidth") == 375
+        assert browser.errors == []
+    finally:
+        browser.close()
 
 
 def test_changes_during_a_run_are_listed(two, tmp_path):
@@ -305,7 +354,8 @@ def test_records_are_read_without_module_of_the_layers(two, tmp_path):
     assert of["training FLOPs"] == ["not known: name the module of its layers in BLACKMAMBA_IMPORT", "5.31e+10"]
     assert "training loss at 81.9k tokens, mean of the last steps" in of
     assert not any("FLOPs" in name for name in of if name != "training FLOPs")
-    assert "By tokens" in page and "By training FLOPs" not in page
+    axes = json.loads(re.search(r'id="axes">(.*?)</script>', page)[1])
+    assert [set(run) for run in axes] == [{"tokens", "step", "hours"}] * 2
 
 
 LONG = Overview("study/tuning-mamba-large/seed1", "training", 23, 297_620, 2_818_048, 3.7123, 4.0312, 16_334.0, 61.0, 2)

@@ -5,6 +5,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from datetime import datetime
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron_blackmamba.report import ReportError, write_report
 from megatron_blackmamba.report.charts import short, ticks
 from megatron_blackmamba.report.history import thin
 from tests.pages import check_page
+from tests.serving.browser import Browser
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -116,7 +118,7 @@ def test_documents_of_a_spike_are_a_command_away(make_run, kind):
 
 def test_everything_a_reader_asks_for_is_there(page):
     text = page.read_text()
-    for title in ("Loss by source", "Share of the samples", "Busiest expert over the mean", "Layer 1, over training"):
+    for title in ("Loss by source", "Busiest expert over the mean", "Layer 1, over training"):
         assert title in text
     assert "200 of 400" in text
     assert "step 70: skipped, the loss is nan" in text
@@ -126,6 +128,9 @@ def test_everything_a_reader_asks_for_is_there(page):
     assert "restarted after step 120" in text and "rewound to step 122" in text and "taken back" not in text
     assert "to go" in text
     assert "no source is further than 0.67 samples from its plan" in text
+    losses = [record(step)["source/loss/prose"] for step in range(181, 201)]
+    (cells,) = re.findall(r"<th>prose</th>(.*?)</tr>", text)
+    assert re.findall(r"<td>(.*?)</td>", cells) == ["33.33%", "33.31%", f"{np.mean(losses):.3f}", "4.079", "1.500"]
 
 
 def test_charts_hold_the_recorded_numbers(make_run):
@@ -135,9 +140,10 @@ def test_charts_hold_the_recorded_numbers(make_run):
     for title, chart in re.findall(r"<figure><figcaption>([^<]*)<(.*?)</figure>", text, re.DOTALL):
         for content in re.findall(r'class="chart-data">(.*?)</script>', chart):
             drawn |= {(title, series["name"]): (series["x"], series["y"]) for series in json.loads(content)["series"]}
-    keys = {("Loss", "training"): "loss", ("Gradient norm", "Gradient norm"): "grad_norm"}
-    keys |= {("Loss by source", name): f"source/loss/{name}" for name in SOURCES}
-    keys |= {("Validation loss by source", name): f"validation/loss/{name}" for name in SOURCES}
+    keys = {("Loss, nats per token", "training"): "loss", ("Gradient norm", "Gradient norm"): "grad_norm"}
+    by_source = "Loss by source, nats per token"
+    keys |= {(by_source, name): f"source/loss/{name}" for name in SOURCES}
+    keys |= {(by_source, f"{name}, validation"): f"validation/loss/{name}" for name in SOURCES}
     keys |= {("Busiest expert over the mean", f"layer {i}"): f"experts/{i}/max_over_mean" for i in (1, 3)}
     for chart, key in keys.items():
         steps, values = zip(*((each["step"], each[key]) for each in records if key in each), strict=True)
@@ -176,11 +182,11 @@ def test_runs_without_events_show_their_notes(make_run):
     assert "(MFU)" in text and "Layer 1, over training" in text and "<dt>validation loss</dt><dd>2.500</dd>" in text
 
 
-@pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 2)])
+@pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 1)])
 def test_losses_by_source_need_two_sources(make_run, sources, drawn):
     text = write_report(make_run(60, [record(step, sources) for step in range(1, 61)])).read_text()
-    assert "<dt>bits per byte</dt><dd>1.500</dd>" in text and "Validation, bits per byte</figcaption>" in text
-    assert text.count("loss by source</figcaption>") + text.count("Loss by source</figcaption>") == drawn
+    assert "<dt>bits per byte</dt><dd>1.500</dd>" in text and "<th>bits per byte</th>" in text
+    assert text.count("<figcaption>Loss by source, nats per token</figcaption>") == drawn
 
 
 def test_rates_that_were_recorded_are_drawn(page):
@@ -202,8 +208,8 @@ def test_deep_models_show_six_layers(make_run):
 
 def test_page_is_self_contained_and_escapes_text(page):
     text = page.read_text()
-    assert not re.search(r'(src|href)="(?!data:)', text)
-    assert text.count("<script") == text.count('<script type="application/json" class="chart-data">') + 2
+    assert not re.search(r'(src|href)="(?!data:|#)', text)
+    assert text.count("<script") == text.count('<script type="application/json" class="chart-data">') + 3
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "<b>def f(&lt;b&gt;</b>x &amp; y): return &#x27;&lt;i&gt;&#x27;" in text
 
@@ -285,6 +291,7 @@ def browse(page, tmp_path, width, probe):
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
 def test_charts_render_in_a_browser_and_on_phones(page, tmp_path):
+    page.write_text(page.read_text().replace("<details>", "<details open>"))
     probe = """{charts: [...document.querySelectorAll('figure')].map(figure => {
           const chart = figure.querySelector('canvas') || figure.querySelector('svg');
           const { width, height } = chart.getBoundingClientRect();
@@ -305,6 +312,45 @@ def test_charts_render_in_a_browser_and_on_phones(page, tmp_path):
     assert len(seen["readings"]) > seen["interactive"]
     assert "–" not in seen["readings"] and "200" in seen["readings"]  # the last values, where no pointer is
     assert seen["wide"] <= seen["window"]
+
+
+@pytest.fixture
+def browser(tmp_path):
+    browser = Browser(tmp_path / "browser")
+    yield browser
+    browser.close()
+
+
+def all_follow_pointer(browser, last, shift):
+    """Move the pointer over the first chart; return whether no chart tells its last place any more."""
+    box = browser.value("document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    browser("Input.dispatchMouseEvent", type="mouseMoved", x=box["x"] + box["width"] / 2 + shift % 9, y=box["y"] + 40)
+    time.sleep(0.05)
+    places = "[...document.querySelectorAll('.u-legend tr:first-child .u-value')].map(each => each.innerText)"
+    return last not in browser.value(places)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_controls_change_all_charts_of_a_page(page, browser):
+    browser.size(375, 800)
+    browser("Page.navigate", url=page.as_uri())
+    browser.wait("document.querySelectorAll('.uplot').length > 5")
+    reading = "document.querySelectorAll('.u-legend')[0].innerText"
+    before = browser.value(reading)
+    assert before.startswith("step200training")
+    use = "(label, fields) => { const one = document.querySelector(`.controls [aria-label='${label}']`);"
+    use = f"const use = {use} Object.assign(one, fields); one.dispatchEvent(new Event('input')); }};"
+    browser.value(
+        f"{{ {use} use('by', {{value: 'tokens'}}); use('smooth', {{value: 0}}); use('log x', {{checked: true}}) }}"
+    )
+    last = record(200)
+    browser.wait(f"{reading} !== {json.dumps(before)}")
+    assert browser.value(reading).startswith(f"tokens409.6ktraining{last['loss']:.4f}"[:-1])
+    assert browser.value("document.documentElement.scrollWidth") == 375
+    browser.size(1280, 1600, dark=True)
+    browser.wait("document.querySelector('.uplot').clientWidth > 400")
+    assert any(all_follow_pointer(browser, last="409.6k", shift=shift) for shift in range(200))
+    assert browser.errors == []
 
 
 def test_the_page_shows_scores_beside_the_paper_s(make_run):

@@ -185,6 +185,14 @@ def test_generation_shows_the_loss_of_the_largest_budget(points):
     assert f"{losses[max(losses)]:.3f}" in text and f"{losses[min(losses)]:.3f}" not in text
 
 
+def test_intervals_of_turns_end_where_points_do():
+    """Two seeds that turn at 4 and 16 have an interval from 1.2e-6 to 5e7."""
+    cross = fits.Crossing({1: 4.0, 2: 16.0}, True, never=0, always=0, measured=(2.0, 75.0))
+    assert cross.interval == "below 2.0 to beyond 75.0"
+    near = fits.Crossing({1: 8.0, 2: 8.1}, True, never=0, always=0, measured=(2.0, 75.0))
+    assert near.interval == f"{near.band[0]:.1f} to {near.band[1]:.1f}"
+
+
 def test_crossings_count_all_seeds():
     said = trend._crossing(fits.Crossing({1: 10.0}, True, never=2, always=1))
     assert said == (

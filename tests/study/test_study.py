@@ -157,6 +157,16 @@ def test_models_are_compared_by_seed(tmp_path):
     assert "|blackmamba − mamba||small||-0.150 ± 0.635||-0.200, -0.100|" in cells
 
 
+def test_page_begins_with_lowest_loss_and_its_interval(tmp_path):
+    ours = [result("blackmamba", seed, loss) for seed, loss in ((1, 1.0), (2, 1.1))]
+    others = [result("mamba", seed, loss) for seed, loss in ((1, 1.5), (2, 1.7))]
+    text = page_of(tmp_path, *others, *ours)
+    assert "blackmamba has the lowest validation loss, 1.050 ± 0.635 (2 seeds); mamba is 0.550 ± 0.635 above" in text
+    (forest,) = re.findall(r"<figcaption>Size small, lowest first.*?</svg>", text)
+    assert re.findall(r"<title>(.*?)</title>", forest) == ["blackmamba: 1.050 ± 0.635", "mamba: 1.600 ± 1.271"]
+    assert text.index("lowest first") < text.index("<table>")
+
+
 def test_charts_of_unfinished_studies_are_drawn(tmp_path):
     study, results = paper(tmp_path), [result("blackmamba", 1, 1.0), result("blackmamba", 2, 1.1)]
     results.append(result("mamba", 1, 1.5, size="large"))
@@ -167,7 +177,7 @@ def test_charts_of_unfinished_studies_are_drawn(tmp_path):
     assert write_pictures(tmp_path / "none", page.report(study, evidence()).pictures) == []
     pictures = page.report(study, evidence(*results, generation=measured)).pictures
     assert [chart.title for chart in pictures["loss"]] == [
-        *("Validation loss against training FLOPs", "small, by training FLOPs", "large, by training FLOPs")
+        *("Validation loss against training FLOPs", "Size small, nats per token", "Size large, nats per token")
     ]
     assert [chart.title for chart in pictures["generation"]] == ["large: ms a token, batch 1", "large: bytes of state"]
     drawn = write_pictures(tmp_path / "png", pictures)

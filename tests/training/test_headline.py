@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.plan.parameters import count
 from megatron_blackmamba.training.start import headline
 
 WITHOUT_GPU = "small models learn more with training.precision=fp32"
@@ -17,7 +18,8 @@ def mixture(tmp_path):
 
 def test_first_line_names_model_data_and_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    first = headline.lines(load("tiny", ["training.steps=5", "folder=here"]), 1, counted=True)[0]
+    config = load("tiny", ["training.steps=5", "folder=here"])
+    first = headline.lines(config, 1, count(config))[0]
     assert first == (
         "tiny: 0.5M parameters, 0.1M of them for each token; 10,240 tokens of synthetic data;"
         f" 1 process in fp32; writes to {tmp_path}/here/tiny"
@@ -25,12 +27,12 @@ def test_first_line_names_model_data_and_place(tmp_path, monkeypatch):
 
 
 def test_synthetic_data_is_pointed_out():
-    assert any("data.mixture=FILE trains on text" in line for line in headline.lines(load("tiny"), 2, counted=False))
+    assert any("data.mixture=FILE trains on text" in line for line in headline.lines(load("tiny"), 2, None))
 
 
 @pytest.mark.parametrize(("every", "noted"), [(0, True), (5, False)])
 def test_validation_text_that_is_never_read_is_noted(mixture, every, noted):
-    said = headline.lines(load("tiny", [mixture, f"training.evaluate_every={every}"]), 2, counted=False)
+    said = headline.lines(load("tiny", [mixture, f"training.evaluate_every={every}"]), 2, None)
     assert any("never reads" in line for line in said) == noted
     assert mixture.partition("=")[2] in said[0]
 
@@ -38,9 +40,7 @@ def test_validation_text_that_is_never_read_is_noted(mixture, every, noted):
 @pytest.mark.parametrize(("gpu", "noted"), [(False, True), (True, False)])
 def test_bf16_without_a_gpu_is_noted(mixture, gpu, noted, monkeypatch):
     monkeypatch.setattr(headline.device, "has_cuda", lambda: gpu)
-    said = headline.lines(
-        load("tiny", [mixture, "training.precision=bf16", "training.evaluate_every=5"]), 2, counted=False
-    )
+    said = headline.lines(load("tiny", [mixture, "training.precision=bf16", "training.evaluate_every=5"]), 2, None)
     assert any(WITHOUT_GPU in line for line in said) == noted
 
 
@@ -48,7 +48,8 @@ def test_bf16_without_a_gpu_is_noted(mixture, gpu, noted, monkeypatch):
 def test_step_beyond_the_memory_is_noted(has, noted, monkeypatch):
     monkeypatch.setattr(headline.device, "has_cuda", lambda: False)
     monkeypatch.setattr(headline.fit.machine, "memory", lambda: (int(has * 2**30), 0))
-    said = headline.lines(load("tiny", ["training.micro_batch=8"]), 1, counted=True)
+    config = load("tiny", ["training.micro_batch=8"])
+    said = headline.lines(config, 1, count(config))
     assert any("training.micro_batch (now 8)" in line for line in said) == noted
 
 
@@ -59,10 +60,10 @@ def test_weights_beyond_the_memory_are_refused(here, monkeypatch):
     config = load("tiny", ["parallel.expert=4"])
     one = sum(vars(headline.fit.memory.state_of(config, 4, 0))[part] for part in ("weights", "gradients", "optimizer"))
     monkeypatch.setattr(headline.fit.machine, "memory", lambda: (here * one, 0))
-    headline.lines(config, 4, counted=True)
+    headline.lines(config, 4, count(config))
     monkeypatch.setattr(headline.fit.machine, "memory", lambda: (here * one - 1, 0))
     with pytest.raises(headline.fit.TooLarge, match="does not fit: weights, gradients and optimizer state"):
-        headline.lines(config, 4, counted=True)
+        headline.lines(config, 4, count(config))
 
 
 @pytest.mark.parametrize(("told", "here"), [("2(x3)", 2), ("4,2", 4), ("", 1)])

@@ -3,15 +3,15 @@
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.plan import parameters
+from megatron_blackmamba.plan.parameters import Parameters
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.training.start import fit
 
 
-def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
+def lines(config: RunConfig, processes: int, count: Parameters | None) -> list[str]:
     """Return the description of a run, and notes on it; refuse a run that cannot fit into this machine.
 
-    counted: count the parameters and the memory. That takes a pretended world, so no real one may exist.
+    count: Of the whole model, if it could be counted.
     """
     data = f"data {config.data.mixture}" if config.data.kind == "mixture" else "synthetic data"
     precision = config.training.precision + (" with FP8 products" if config.kernels.linear == "fp8" else "")
@@ -21,8 +21,7 @@ def lines(config: RunConfig, processes: int, counted: bool) -> list[str]:
         f"writes to {RunFolder.of(config).root.absolute()}",
     ]
     notes = _notes(config)
-    if counted:
-        count = parameters.count(config)
+    if count:
         sizes = f"{count.total / 1e6:,.1f}M parameters, {count.forward / 1e6:,.1f}M of them for each token"
         parts.insert(0, sizes)
         if not device.has_cuda():
