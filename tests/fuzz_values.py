@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.top_k": ("2", "3"),
     "model.expert_hidden_size": ("8", "24"),
     "model.shared_expert_hidden_size": ("8", "16"),
+    "model.latent_size": ("8", "20"),
     "model.mlp_hidden_size": ("8", "24"),
     "model.activation": ("gelu", "relu2"),
     "model.gated": ("false",),

@@ -103,6 +103,7 @@ def _in_fp8(run: RunConfig) -> Iterator[str]:
     sizes = [("model.hidden_size", run.model.hidden_size, 1)]
     if layers.routes(run.model.pattern):
         sizes.append(("model.expert_hidden_size", run.model.expert_hidden_size or 0, run.parallel.expert_tensor))
+        sizes.append(("model.latent_size", run.model.latent_size or 0, 1))
     for key, size, ranks in sizes:
         if size % (FP8_MULTIPLE * ranks):
             parts = f" / parallel.expert_tensor={ranks}" if ranks > 1 else ""

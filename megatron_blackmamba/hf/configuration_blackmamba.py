@@ -71,6 +71,7 @@ class BlackMambaConfig(PretrainedConfig):
         residual_scaling: Whether each layer has a scale and a bias of the stream and of its output.
         balance_in_training: In training, route by Sinkhorn over the tokens of the batch, as in pretraining.
         shared_expert_hidden_size: Hidden size of an additional expert applied to every token. None: no shared expert.
+        latent_size: Width to which a token is projected for its experts. None: hidden_size, without a projection.
         mamba_norms: Normalise dt, B and C of a Mamba layer by RMSNorm, and in a "mamba2" layer B and C of each group.
         logit_softcap: Cap of the logits, which become cap * tanh(logits / cap). None: no cap.
         embedding_multiplier: Factor of the embeddings.
@@ -141,6 +142,7 @@ class BlackMambaConfig(PretrainedConfig):
         router_options: dict[str, Any] | None = None,
         balance_in_training: bool = False,
         shared_expert_hidden_size: int | None = None,
+        latent_size: int | None = None,
         initializer_range: float = 0.02,
         kernels: str = "auto",
         output_router_choices: bool = False,
@@ -221,6 +223,7 @@ class BlackMambaConfig(PretrainedConfig):
         self.router_options = router_options
         self.balance_in_training = balance_in_training
         self.shared_expert_hidden_size = shared_expert_hidden_size
+        self.latent_size = latent_size
         self.initializer_range = initializer_range
         self.kernels = kernels
         self.output_router_choices = output_router_choices

@@ -200,9 +200,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any, hidden: int):
+    def __init__(self, config: Any, hidden: int, size: int):
         super().__init__()
-        size, fast, self.gated = config.hidden_size, use_kernels(config), config.gated
+        fast, self.gated = use_kernels(config), config.gated
         self.linear_fc1 = linear(size, 2 * hidden if self.gated else hidden, fast)  # rows are [gate | up]
         self.linear_fc2 = linear(hidden, size, fast)
         self.activation = config.activation
@@ -215,9 +215,13 @@ class Experts(nn.Module):
     def __init__(self, config: Any, experts: int):
         super().__init__()
         self.router = ROUTERS.get(config.router_kind, Router)(config, experts)
-        self.local_experts = nn.ModuleList([MLP(config, config.ffn_hidden_size) for _ in range(experts)])
+        size, latent, fast = config.hidden_size, config.latent_size, use_kernels(config)
+        of_each = config.ffn_hidden_size, latent or size
+        self.local_experts = nn.ModuleList([MLP(config, *of_each) for _ in range(experts)])
+        self.latent_down = linear(size, latent, fast) if latent else nn.Identity()
+        self.latent_up = linear(latent, size, fast) if latent else nn.Identity()
         shared = config.shared_expert_hidden_size
-        self.shared_experts = MLP(config, shared) if shared else None
+        self.shared_experts = MLP(config, shared, size) if shared else None
 
     def forward(
         self, u_BLD: Tensor, ids_BL: Tensor | None, carried_TR: Tensor | None = None
@@ -230,8 +234,8 @@ class Experts(nn.Module):
         else:
             logits_TE = self.router(x_TD)
         weights_Tk, choice_Tk = router.choose(logits_TE, ids_BL)
-        y_TkD = self._by_all(x_TD, choice_Tk) if torch.compiler.is_exporting() else self._by_choice(x_TD, choice_Tk)
-        y_TD = (widen(y_TkD) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype)
+        by, narrow_TW = self._by_all if torch.compiler.is_exporting() else self._by_choice, self.latent_down(x_TD)
+        y_TD = self.latent_up((widen(by(narrow_TW, choice_Tk)) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype))
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(u_BLD), choice_Tk.view(*u_BLD.shape[:2], -1), carried_TR
@@ -288,7 +292,7 @@ class Layer(GradientCheckpointingLayer):
         elif self.kind == "attention":
             self.mixer = Attention(config, index)
         elif self.kind == "mlp":
-            self.mixer = MLP(config, config.mlp_hidden_size)
+            self.mixer = MLP(config, config.mlp_hidden_size, config.hidden_size)
         else:
             self.mixer = Experts(config, int(self.kind))
 

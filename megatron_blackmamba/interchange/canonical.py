@@ -65,6 +65,8 @@ class Canonical:
     """An identifier of the Hugging Face hub, for the model card."""
     ema: bool = False
     """Whether these are the averaged weights of a checkpoint."""
+    unread: tuple[str, ...] = ()
+    """Tensors of the source that it leaves out, for messages."""
 
     def __post_init__(self) -> None:
         expected = shapes(self.config)

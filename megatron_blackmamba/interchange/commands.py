@@ -445,6 +445,8 @@ def _run(
     if model.tokenizer is None and conversion.__name__ != "to_zyphra":  # which has no place for one
         again = ". To repeat the command, add --overwrite" if "overwrite" in how else ""
         _say(f"{model.source} comes without a tokenizer, and so will {out}: name one with --tokenizer{again}")
+    if model.unread:
+        _say(f"note: {out} leaves out {len(model.unread)} tensors of {model.source}: {model.unread[0]} and the like")
     read = 0
 
     def watch(size: int) -> None:

@@ -169,6 +169,7 @@ def _experts(model: Canonical) -> str:
     text = f"{config.experts} of {config.expert_hidden_size}, {config.top_k if config.top_k > 1 else 'one'} a token,"
     text += f" scaled by the {use.scores} of its logit" + (" over the sum" if use.normalized else "")
     text += ", chosen with a bias" if use.biased else ""
+    text += f", at a width of {config.latent_size}" if config.latent_size else ""
     shared = config.shared_expert_hidden_size
     return text + (f"; and one of {shared} for all tokens" if shared else "")
 

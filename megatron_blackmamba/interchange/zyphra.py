@@ -126,6 +126,7 @@ def require_expressible(config: ModelConfig, source: str) -> None:
         "shared_expert_hidden_size": routes(config.pattern)
         and config.shared_expert_hidden_size is not None
         and f"{config.shared_expert_hidden_size}; the released code has no shared expert",
+        "latent_size": config.latent_size and f"{config.latent_size}; the released code's experts read the whole width",
         "dt_rank": config.dt_rank_or_default != default_rank
         and f"{config.dt_rank}; the released code computes it as hidden_size / 16, rounded up ({default_rank})",
         "eod_reset": config.eod_reset is not None

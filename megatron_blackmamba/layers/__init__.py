@@ -101,7 +101,10 @@ def unread_keys(pattern: str) -> dict[str, str]:
     }
 
 
-SWITCHES = ("attention.qk_norm", "mamba_norms", "router.z_loss", "multipliers.attention", "mup.base_heads")
+SWITCHES = (
+    *("attention.qk_norm", "mamba_norms", "router.z_loss", "multipliers.attention", "mup.base_heads"),
+    "latent_size",
+)
 """Keys of `model:` that add something to layers. Adding it to layers that a model does not have is an error."""
 
 

@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_blackmamba.config import ConfigError
 from megatron_blackmamba.engine.parts.layers import multiply_by
 from megatron_blackmamba.model.config import MegatronConfig
+from megatron_blackmamba.model.sharding import empty, replicated
 from megatron_blackmamba.ops import fp8
 from megatron_blackmamba.ops.head_loss import head_loss_and_log_sum
 
@@ -36,6 +37,17 @@ class ColumnLinear(ColumnParallelLinear):
 class RowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         return super().forward(input_) if self.tp_group.size() > 1 else (F.linear(input_, self.weight), None)
+
+
+class WholeLinear(nn.Module):
+    """A linear without a bias, which every tensor-parallel rank has all of and applies to its own tokens."""
+
+    def __init__(self, inputs: int, outputs: int, config: MegatronConfig):
+        super().__init__()
+        self.weight = replicated(empty(outputs, inputs, dtype=config.params_dtype), config.sequence_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
 
 
 def column(inputs: int, outputs: int, config: MegatronConfig, tp_group: ProcessGroup) -> Any:

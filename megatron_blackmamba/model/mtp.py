@@ -7,30 +7,18 @@ Shapes: S sequence (of this rank), B batch, D model.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_blackmamba.layers import layers_of
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
+from megatron_blackmamba.model.linears import WholeLinear
 from megatron_blackmamba.model.norms import RMSNorm
-from megatron_blackmamba.model.sharding import empty, replicated, sharded_modules
+from megatron_blackmamba.model.sharding import sharded_modules
 from megatron_blackmamba.model.stack import Block, added
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-
-
-class Projection(nn.Module):
-    """The map of two normalised streams to one; every tensor-parallel rank has all of it."""
-
-    def __init__(self, config: MegatronConfig):
-        super().__init__()
-        weight_DC = empty(config.hidden_size, 2 * config.hidden_size, dtype=config.params_dtype)
-        self.weight = replicated(weight_DC, config.sequence_parallel)
-
-    def forward(self, x_SBC: Tensor) -> Tensor:
-        return F.linear(x_SBC, self.weight)
 
 
 class ExtraDepth(MegatronModule):
@@ -42,7 +30,7 @@ class ExtraDepth(MegatronModule):
         self.embedding_norm, self.hidden_norm, self.final_norm = (
             RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) for _ in range(3)
         )
-        self.proj = Projection(config)
+        self.proj = WholeLinear(2 * config.hidden_size, config.hidden_size, config)
         self.layers = nn.ModuleList(
             # megatron-core's logs have no row for more layers than num_layers
             Block(config, kind, config.num_layers, pg_collection, recompute=config.recompute in kind.recompute)

@@ -188,7 +188,7 @@ class MupConfig(Section):
     """Width transfer (µP): learning rates and initial values follow from those tuned on a narrower base model.
 
     The base model has the same keys, but its widths are smaller in proportion: hidden_size and the inner widths of
-    experts and MLPs. Explicit sizes, such as attention.head_dim, are the same.
+    experts and MLPs, and latent_size. Explicit sizes, such as attention.head_dim, are the same.
     """
 
     rule = FIXED
@@ -245,6 +245,9 @@ class ModelConfig(Section):
     """Inner width of one expert; needed when the pattern has E."""
     shared_expert_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of an additional expert in each E layer that processes all tokens. null: no such expert."""
+    latent_size: int | None = Field(None, gt=0, le=WIDEST)
+    """Width of tokens on the way to the experts and back: a layer's experts share a projection to it and one from it
+    (Nemotron 3 Super: a quarter of hidden_size). Router and shared expert read all of it. null: hidden_size."""
     mlp_hidden_size: int | None = Field(None, gt=0, le=WIDEST)
     """Inner width of a dense MLP; needed when the pattern has -."""
     activation: Activation = "silu"
@@ -340,7 +343,7 @@ class ModelConfig(Section):
     @property
     def base(self) -> "ModelConfig":
         """Return the base model of a width transfer; it has as many attention heads unless explicit ones are fewer."""
-        inner = ("expert_hidden_size", "shared_expert_hidden_size", "mlp_hidden_size")
+        inner = ("expert_hidden_size", "shared_expert_hidden_size", "latent_size", "mlp_hidden_size")
         sizes = {name: size for name in inner if (size := getattr(self, name))}
         scaled = {name: max(1, round(size * self.base_width / self.hidden_size)) for name, size in sizes.items()}
         attention = self.attention

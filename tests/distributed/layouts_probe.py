@@ -87,11 +87,13 @@ NEMOTRON = [  # no size is another one divided
     *("model.router.kind=expert_bias", "model.router.scale=2.5", "model.router.bias=false"),
     "model.shared_expert_hidden_size=48",
 ]
+LATENT = [*NEMOTRON, "model.pattern=SEEE", "model.latent_size=20", "model.eod_reset=397"]
 MIXTRAL = [*TRANSFORMER_MOE, "model.final_norm=rms", "model.top_k=2", "model.router.kind=softmax"]
 MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.activation=relu2"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2", "zaya_solo", "zaya_pp2_tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
+LONG += ("latent_solo", "latent_tp2_ep2")
 LONG_FAMILIES = ("zaya", "delta", "mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
 LONG_ROUTERS = ("solo", "cp2_ep2")
 
@@ -177,6 +179,18 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "nemotron_solo": (1, NEMOTRON),
     "nemotron_tp2_ep2": (4, [*NEMOTRON, "parallel.tensor=2", "parallel.expert=2"]),
     "nemotron_pp2": (4, [*NEMOTRON, "parallel.pipeline=2", "training.recompute=layers"]),
+    "latent_solo": (1, LATENT),
+    "latent_tp2": (2, [*LATENT, "parallel.tensor=2", "training.recompute=experts"]),
+    "latent_ep2": (2, [*LATENT, "parallel.expert=2"]),
+    "latent_etp2": (2, [*LATENT, "parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "latent_pp2": (2, [*LATENT, "parallel.pipeline=2", "training.recompute=layers"]),
+    "latent_cp2": (2, [*LATENT, "parallel.context=2"]),
+    "latent_tp2_ep2": (4, [*LATENT, "parallel.tensor=2", "parallel.expert=2"]),
+    "latent_choice_solo": (1, [*LATENT, "model.router.kind=expert_choice", "model.router.scale=1"]),
+    "latent_choice_ep2": (
+        2,
+        [*LATENT, "model.router.kind=expert_choice", "model.router.scale=1", "parallel.expert=2"],
+    ),
     "mixtral_solo": (1, MIXTRAL),
     "mixtral_tp2": (2, [*MIXTRAL, "parallel.tensor=2"]),
     **{

@@ -38,6 +38,8 @@ ARCHITECTURES = {
     "all_parallel": {"layers": "ra4m", "arrangement": "parallel"},
     "sinkhorn_2": {"layers": "r4r4", "num_experts_per_tok": 2},
     "shared_expert": {"layers": "r4", "shared_expert_hidden_size": 24},
+    "latent": {"layers": "r4s4", "latent_size": 10, "num_experts_per_tok": 2, "shared_expert_hidden_size": 24},
+    "latent_one": {"layers": "r4", "latent_size": 20},
     "softmax_2": {"layers": "a4", "num_experts_per_tok": 2, "router_kind": "softmax", "router_scores": "softmax"},
     "expert_bias_3": {
         "layers": "r4r4",

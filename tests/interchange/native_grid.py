@@ -21,6 +21,7 @@ SIZES = {"vocab_size": 60, "hidden_size": 24}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 20}
 MAMBA2 = {"mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 3, "ssm_state_size": 6, "chunk_size": 8}
 EXPERTS = {"n_routed_experts": 5, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 14}
+EXPERTS |= {"moe_latent_size": 16}
 ODD: dict[str, dict[str, Any]] = {
     "mamba": {"num_hidden_layers": 2, "state_size": 6, "time_step_rank": 5, "expand": 3, "tie_word_embeddings": False},
     "mamba2": {"num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 8},
@@ -59,7 +60,7 @@ def random_keys(model_type: str, seed: int) -> dict[str, Any]:
     if model_type == "nemotron_h":
         keys |= {"mamba_num_heads": heads, "n_groups": groups, "mamba_head_dim": draw.randint(2, 9), "chunk_size": 8}
         keys |= {"ssm_state_size": draw.randint(2, 9), "n_routed_experts": draw.randint(3, 8)}
-        keys |= {"moe_intermediate_size": draw.randint(5, 21)}
+        keys |= {"moe_intermediate_size": draw.randint(5, 21), "moe_latent_size": draw.choice([None, 7, 40])}
         keys |= {"num_experts_per_tok": draw.randint(1, keys["n_routed_experts"])}
         keys |= {"moe_shared_expert_intermediate_size": draw.randint(3, 20), "layer_norm_epsilon": eps}
         keys |= {"routed_scaling_factor": draw.choice([1.0, 2.5]), "time_step_min": draw.choice([0.001, 0.1])}

@@ -40,6 +40,10 @@ FAMILIES = {
         *("model.pattern=SE*E", "model.router.kind=expert_bias", "model.shared_expert_hidden_size=96"),
         *(*NEMOTRON_H, *EXPERTS),
     ],
+    "nemotron_h with latent experts": [
+        *("model.pattern=SE*E", "model.router.kind=expert_bias", "model.shared_expert_hidden_size=96"),
+        *("model.latent_size=32", *NEMOTRON_H, *EXPERTS),
+    ],
     "llama": ["model.pattern=*-*-", "model.mlp_hidden_size=128", *HEADS, *RMS],
     "mixtral": [
         "model.pattern=*E*E",

@@ -163,7 +163,7 @@ def test_truncated_shards_and_nan_are_named_without_leftovers(theirs, tmp_path):
         ("mamba", {"num_hidden_layers": 3}, r"has no backbone\.layers\.2\.norm\.weight, which its config requires"),
         ("mamba", {"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a number of layers"),
         ("mamba2", {"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0\.0, 1\.0\]; only"),
-        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size is 8; only None converts"),
+        ("nemotron_h", {"moe_latent_size": 8}, "fc1_latent_proj.weight is 16×24; its config says 8×24"),
         ("nemotron_h", {"layers_block_type": ["moe", "rnn"]}, "layers_block_type has 'rnn'; a layer is one of"),
         ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, and layers_block_type is"),
         ("nemotron_h", {"time_step_min": "x"}, "time_step_min is 'x', a str"),
@@ -189,6 +189,20 @@ def test_inconvertible_model_is_named_by_key_and_value(model_type, changes, told
         write_model(model_type, folder)
     with pytest.raises(InterchangeError, match=rf"^{tmp_path}.*{told}"):
         native.read(changed(folder, tmp_path / "model", **changes))
+
+
+def test_import_names_an_extra_depth_it_leaves_out(tmp_path):
+    folder = write_model("nemotron_h", tmp_path / "model")
+    file = sorted(folder.glob("*.safetensors"))[0]
+    save_file(load_file(file) | {"mtp.layers.0.eh_proj.weight": torch.ones(3)}, file, {"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["mtp.layers.0.eh_proj.weight"] = file.name
+    (folder / INDEX).write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    result = CliRunner().invoke(app, ["import", "hf", str(folder), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert f"leaves out 1 tensors of {folder}: mtp.layers.0.eh_proj.weight" in result.output
 
 
 def test_import_is_checked_by_transformers_own_class(tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ HEADS += ["model.attention.kv_heads=2", "model.mlp_hidden_size=96", "model.vocab
 MORE = ["model.mamba_norms=true", "model.mamba2.heads=6", "model.mamba3.rank=3", "model.mamba3.output_norm=true"]
 MORE += ["model.attention.qk_norm=true", "model.attention.head_dim=10", "model.gated=false", "model.activation=relu2"]
 MORE += ["model.delta.variant=gdn2", "model.delta.decay_rank=6", "model.delta.negative_eigenvalues=true"]
-MORE += ["model.shared_expert_hidden_size=48", "model.top_k=2", "model.router.kind=expert_bias"]
+MORE += ["model.shared_expert_hidden_size=48", "model.latent_size=20", "model.top_k=2", "model.router.kind=expert_bias"]
 import_extensions()
 HERE = {kind.letter for kind in layers.all_kinds()}
 ADDED = [kind for kind in (RunningMean, Fused, Untold) if kind.letter not in HERE]

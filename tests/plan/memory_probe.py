@@ -101,11 +101,15 @@ CASES = {
 ZAYA = ["model.router.kind=zaya", "model.router.hidden_size=96", "model.residual_scaling=true"]
 TOP2 = ["model.top_k=2"]
 SHARED = ["model.shared_expert_hidden_size=96"]
+LATENT = ["model.latent_size=80", "model.top_k=4", "model.shared_expert_hidden_size=96"]
 BIASED = [*TOP2, "model.router.kind=expert_bias"]
 ROUTERS = {
     "top2": (1, "wide", TOP2),
     "shared_tp2": (2, "wide", [*SHARED, "parallel.tensor=2", "parallel.expert_tensor=2"]),
     "big_shared": (1, "wide", ["model.pattern=EE", "model.shared_expert_hidden_size=1024"]),
+    "latent": (1, "wide", [*LATENT, "model.pattern=EEE"]),
+    "latent_tp2": (2, "wide", [*LATENT, "parallel.tensor=2", "training.precision=bf16"]),
+    "latent_ep2": (2, "deep", [*LATENT, "parallel.expert=2", "training.recompute=layers"]),
     "softmax": (1, "wide", [*TOP2, "model.router.kind=softmax"]),
     "zaya": (1, "wide", [*ZAYA, "model.pattern=EEE"]),
     "zaya_layers": (1, "wide", [*ZAYA, "model.pattern=EMEE", "training.recompute=layers"]),

@@ -134,6 +134,14 @@ def test_tokens_go_to_each_of_their_experts():
         assert twice[axis].gigabytes == pytest.approx(times * plain[axis].gigabytes)
 
 
+def test_latent_experts_exchange_their_width_alone():
+    plain, latent = flows(), flows(f"model.latent_size={D // 4}")
+    weights = plain["expert"].gigabytes * FP32 / (D * BF16 + FP32)
+    assert latent["expert"].gigabytes == pytest.approx((plain["expert"].gigabytes - weights) / 4 + weights)
+    assert latent["expert_tensor"].gigabytes == pytest.approx(plain["expert_tensor"].gigabytes / 4)
+    assert latent["tensor"].gigabytes == plain["tensor"].gigabytes
+
+
 def test_shared_experts_and_expert_choice_add_tensor_traffic():
     plain = flows()["tensor"].gigabytes
     shared = flows("model.shared_expert_hidden_size=1024")["tensor"].gigabytes

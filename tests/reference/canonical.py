@@ -30,6 +30,7 @@ def config_of(model: Tiny) -> ModelConfig:
             normalize=given.get("router_kind") == "softmax" and given.get("router_normalized", False),
         ),
         shared_expert_hidden_size=given.get("shared_expert_hidden_size"),
+        latent_size=given.get("latent_size"),
         arrangement=given.get("arrangement", "sequential"),
         mlp_hidden_size=given.get("mlp_hidden_size"),
         attention=AttentionConfig(

@@ -168,9 +168,12 @@ def released_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if shared := config.get("shared_expert_hidden_size"):
                 layer["mixer.shared_experts.linear_fc1.weight"] = (halves * shared, D)
                 layer["mixer.shared_experts.linear_fc2.weight"] = (D, shared)
+            width = config.get("latent_size") or D
+            if width != D:
+                layer |= {"mixer.latent_down.weight": (width, D), "mixer.latent_up.weight": (D, width)}
             for e in range(int(kind)):
-                layer[f"mixer.local_experts.{e}.linear_fc1.weight"] = (halves * F, D)
-                layer[f"mixer.local_experts.{e}.linear_fc2.weight"] = (D, F)
+                layer[f"mixer.local_experts.{e}.linear_fc1.weight"] = (halves * F, width)
+                layer[f"mixer.local_experts.{e}.linear_fc2.weight"] = (width, F)
         shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["decoder.final_layernorm.weight"] = (D,)
     if config.get("final_norm") != "rms":

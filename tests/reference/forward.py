@@ -248,10 +248,12 @@ def _experts(
     trace.margins.append(float(ranking[order[taken - 1]] - ranking[order[taken]]))
     total = sum(scores[e] for e in chosen) if config.get("router_normalized") else 1.0
     total /= config.get("router_scale", 1.0)
-    y_D = np.zeros_like(x_D)
+    narrow = m["latent_down.weight"] @ x_D if config.get("latent_size") else x_D
+    y_D = np.zeros_like(narrow)
     for e in chosen:
         fc1, fc2 = (m[f"local_experts.{e}.linear_{name}.weight"] for name in ("fc1", "fc2"))
-        y_D += _mlp(fc1, fc2, config, x_D) * scores[e] / total
+        y_D += _mlp(fc1, fc2, config, narrow) * scores[e] / total
+    y_D = m["latent_up.weight"] @ y_D if config.get("latent_size") else y_D
     if config.get("shared_expert_hidden_size"):
         fc1, fc2 = (m[f"shared_experts.linear_{name}.weight"] for name in ("fc1", "fc2"))
         y_D += _mlp(fc1, fc2, config, x_D)

@@ -392,10 +392,11 @@ def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> tuple[Tenso
 
 
 def _chosen(m: dict[str, Tensor], x_TD: Tensor, scores_TE: Tensor, experts: list[int]) -> Tensor:
-    rows = []
+    rows, through = [], torch.eye(x_TD.shape[1], dtype=torch.float64)
+    down, back = m.get("latent_down.weight", through), m.get("latent_up.weight", through)
     for x_D, scores_E, expert in zip(x_TD, scores_TE, experts, strict=True):
-        gate, up = m["experts.fc1"][expert] @ x_D
-        rows.append(scores_E[expert] * (m["experts.fc2"][expert] @ (F.silu(gate) * up)))
+        gate, up = m["experts.fc1"][expert] @ (down @ x_D)
+        rows.append(scores_E[expert] * (back @ (m["experts.fc2"][expert] @ (F.silu(gate) * up))))
     return torch.stack(rows)
 
 

@@ -54,6 +54,15 @@ def test_killed_zaya_goes_on_in_other_stages(forks, tmp_path):
 
 @thorough
 @pytest.mark.xdist_group("forks")
+def test_killed_latent_experts_go_on_in_other_stages(forks, tmp_path):
+    words = {"model.pattern": "ESEE", "model.mamba2.groups": "2", "model.latent_size": "20", "model.top_k": "2"}
+    words |= {"model.shared_expert_hidden_size": "8", "model.router.kind": "expert_bias"}
+    killed = replace(case(words, TWO_STAGES | {"parallel.tensor": "2"}, 4, TWO_PARTS, 2), killed=True)
+    assert "top-1 agreement" in fuzz_resume.run(killed, forks, tmp_path)
+
+
+@thorough
+@pytest.mark.xdist_group("forks")
 def test_random_configs_resume_and_export(forks, tmp_path):
     failures = fuzz_resume.fuzz(forks, tmp_path, range(random.randrange(10**6), 10**7), minutes=1.5, shrinking=60)
     assert not failures, "\n\n".join(failures)

@@ -27,10 +27,12 @@ WIDTH += ["model.multipliers.attention=0.2", "model.mup.base_width=8", "optimize
 MATRICES = ("in_proj", "x_proj", "out_proj", "linear_qkv", "linear_proj", "router")
 MULTIPLIERS = {"embedding": 3.0, "residual": 0.4, "logits": 1.5 * 4, "attention": 0.2 / 4}
 FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1": (1 / 8, 4.0), "fc2": (1 / 8, 4.0)}
+FACTORS |= {"latent_down.weight": (1 / 8, 4.0), "latent_up.weight": (1 / 8, 4.0)}
 FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 ZAYA = ["model.router.hidden_size=12", "model.router.bias_update_rate=0.03"]
 CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
+    "latent experts": ("*EE", "softmax", [*WIDTH, "model.router.aux_loss=0", "model.latent_size=12"]),
     "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
@@ -53,6 +55,7 @@ EVERYDAY = (
     "ZAYA1",
     "residual scaling alone",
     "width",
+    "latent experts",
     "extra depth",
     "all, sinkhorn",
     "all, softmax",
@@ -76,7 +79,7 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         router_z_loss=run.model.router.z_loss,
         extra=run.model.mtp.pattern or "",
         extra_loss=run.model.mtp.loss,
-        **({**MULTIPLIERS, "factors": FACTORS} if options is WIDTH else {}),
+        **({**MULTIPLIERS, "factors": FACTORS} if run.model.mup.base_width else {}),
     )
     recipe.bias_rate, recipe.residual = run.model.router.bias_update_rate, run.model.multipliers.residual
     plain = Plain(recipe, weights)
@@ -158,6 +161,7 @@ def test_recomputation_counts_each_token_once(recompute, place):
             ["model.pattern=M", "model.router.z_loss=0.1"],
             r"model\.router\.z_loss: only mixture of experts layers \(E\)",
         ),
+        (["model.pattern=M", "model.latent_size=8"], r"model\.latent_size: only mixture of experts layers \(E\)"),
         (
             ["model.router.kind=hash", "model.router.z_loss=1"],
             r"model\.router\.z_loss: the router kind hash has no logits",

@@ -89,6 +89,8 @@ def read(folder: Path) -> Canonical:
     architecture, config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     entries = files.read(folder, (files.SAFETENSORS, files.TORCH))
+    unread = tuple(name for name in entries if architecture.unread and name.startswith(architecture.unread))
+    entries = {name: entry for name, entry in entries.items() if name not in unread}
     length = content.get(LENGTH)
     if length == UNBOUNDED and not any(kind.rotates(config) for kind in kinds_in(config.pattern)):
         length = None
@@ -98,6 +100,7 @@ def read(folder: Path) -> Canonical:
         str(folder),
         tokenizer if tokenizer.is_file() else None,
         length if isinstance(length, int) and length > 0 else 2048,
+        unread=unread,
     )
 
 

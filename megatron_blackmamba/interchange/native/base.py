@@ -98,6 +98,8 @@ class Architecture(ABC):
     """By the letter of a layer, our names in it and theirs; {e} is the number of an expert."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Other starts of names that files may have."""
+    unread: ClassVar[str | None] = None
+    """The start of names of tensors that import leaves out, and says so."""
     turns_neighbours: ClassVar[bool] = False
     """Whether llama.cpp rotates neighbouring channels of queries and keys, whose rows are then reordered."""
     per_layer: int = 1

@@ -47,6 +47,8 @@ IN_LAYER = {
     "mixer.experts.gate_proj": "ffn_gate_exps",
     "mixer.experts.up_proj": "ffn_up_exps",
     "mixer.experts.down_proj": "ffn_down_exps",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
     "mixer.shared_experts.gate_proj": "ffn_gate_shexp",
     "mixer.shared_experts.up_proj": "ffn_up_shexp",
     "mixer.shared_experts.down_proj": "ffn_down_shexp",

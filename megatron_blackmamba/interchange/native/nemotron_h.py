@@ -56,6 +56,7 @@ class NemotronH(Architecture):
         "num_experts_per_tok": Field("top_k", 2),
         "moe_intermediate_size": Field("expert_hidden_size", 7688),
         "moe_shared_expert_intermediate_size": Field("shared_expert_hidden_size", 7688),
+        "moe_latent_size": Field("latent_size", None),
         "routed_scaling_factor": Field("router.scale", 1.0),
     }
     fixed = {
@@ -71,11 +72,9 @@ class NemotronH(Architecture):
         "n_group": 1,
         "topk_group": 1,
         "norm_topk_prob": True,
-        "moe_latent_size": None,
         "sliding_window": None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "num_nextn_predict_layers": 0,
     }
     only = {"time_step_limit": NO_LIMIT}
     ours = {
@@ -92,7 +91,7 @@ class NemotronH(Architecture):
             *("layers_block_type", "layer_types", "hybrid_override_pattern", "mtp_layers_block_type", "expand"),
             *("mtp_hybrid_override_pattern", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
             *("moe_shared_expert_overlap", "output_router_logits", "rope_theta", "partial_rotary_factor"),
-            *("time_step_rank", "norm_eps", "router_dtype"),
+            *("time_step_rank", "norm_eps", "router_dtype", "num_nextn_predict_layers"),
         }
     )
     layers, ends = "backbone.layers.{i}.", ("backbone.embeddings.weight", "backbone.norm_f.weight")
@@ -108,6 +107,8 @@ class NemotronH(Architecture):
             "norm.weight": "norm.weight",
             "mixer.router.weight": "mixer.gate.weight",
             "mixer.router.expert_bias": "mixer.gate.e_score_correction_bias",
+            "mixer.latent_down.weight": "mixer.fc1_latent_proj.weight",
+            "mixer.latent_up.weight": "mixer.fc2_latent_proj.weight",
             **{
                 ours.replace("mixer.", f"mixer.{held}."): theirs.replace("mixer.", f"mixer.{there}.")
                 for held, there in (("local_experts.{e}", "experts.{e}"), ("shared_experts", "shared_experts"))
@@ -116,6 +117,7 @@ class NemotronH(Architecture):
         },
     }
     renamed = {"model.": "backbone."}
+    unread = "mtp."  # multi-token prediction, which transformers does not load either
 
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
         name = next(
@@ -138,6 +140,9 @@ class NemotronH(Architecture):
         if not set(pattern) <= theirs.keys():
             return None
         return {"hybrid_override_pattern": "".join(theirs[each] for each in pattern), "num_hidden_layers": len(pattern)}
+
+    def more_exported(self, model: ModelConfig) -> dict[str, Any]:
+        return {"num_nextn_predict_layers": 0}
 
     def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
         model = super().imported(content, path)
@@ -174,8 +179,10 @@ class NemotronH(Architecture):
         }
         if Experts.letter not in model.pattern:
             return keys
+        latent = {"moe_latent_size": model.latent_size} if model.latent_size else {}
         return {
             **keys,
+            **latent,
             "expert_count": model.experts,
             "expert_used_count": model.top_k,
             "expert_feed_forward_length": model.expert_hidden_size,

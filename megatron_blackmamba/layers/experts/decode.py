@@ -1,7 +1,7 @@
 """The mixture of experts for a few tokens.
 
 Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K token-expert pairs, D model, E experts.
-F hidden size of an expert, G = 2F gate and up; without a gate, G = F.
+W width of an expert's input and output, F its hidden size, G = 2F gate and up; without a gate, G = F.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from megatron_blackmamba.settings import ModelConfig
 
 @dataclass(frozen=True)
 class ExpertsLayer:
-    """The weights of one layer; the router is fp32, and empty if it learns nothing."""
+    """The weights of one layer; the router is fp32, and empty if it learns nothing. D of the experts may be W."""
 
     router_ED: Tensor
     router_bias_E: Tensor
@@ -34,11 +34,13 @@ class ExpertsLayer:
 
 @dataclass(frozen=True)
 class RoutedLayer(ExpertsLayer):
-    """The weights of a layer with another router than the paper's, or with a shared expert; empty if unused."""
+    """The weights of a layer with another router than the paper's, or more than experts; empty if unused."""
 
     expert_bias_E: Tensor
     shared_fc1_GD: Tensor
     shared_fc2_DF: Tensor
+    latent_down_WD: Tensor
+    latent_up_DW: Tensor
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class ExpertsDecoding(Decoding):
     routes = True
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
-        _, E, F = sizes(model)
+        _, E, W, F = sizes(model)
         fc1_EGD, fc2_EDF = (
-            torch.empty(E, *weight.shape, dtype=dtype, device=device) for weight in mlp.weights(model, F).values()
+            torch.empty(E, *weight.shape, dtype=dtype, device=device) for weight in mlp.weights(model, F, W).values()
         )
         for e in range(E):
             fc1_EGD[e] = get(expert_weight(e, 1), dtype)
@@ -75,7 +77,7 @@ class ExpertsDecoding(Decoding):
         weights |= {"fc1_EGD": fc1_EGD, "fc2_EDF": fc2_EDF}
         if is_papers(model):
             return ExpertsLayer(**weights)
-        shared = bool(model.shared_expert_hidden_size)
+        shared, latent = bool(model.shared_expert_hidden_size), bool(model.latent_size)
         inside = routers.kind_of(model.router.kind).inside(model)
         weights |= {name: get(f"router.{name}") for name in inside}
         return (CarryingLayer if inside else RoutedLayer)(
@@ -83,6 +85,8 @@ class ExpertsDecoding(Decoding):
             expert_bias_E=get("router.expert_bias") if use_of(model).biased else none,
             shared_fc1_GD=get("shared_experts.linear_fc1.weight", dtype) if shared else none,
             shared_fc2_DF=get("shared_experts.linear_fc2.weight", dtype) if shared else none,
+            latent_down_WD=get("latent_down.weight", dtype) if latent else none,
+            latent_up_DW=get("latent_up.weight", dtype) if latent else none,
         )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
@@ -131,13 +135,20 @@ class ExpertsDecoding(Decoding):
 
     def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         routed = self.route(layer, x_BD, inputs, run.config)
-        choice_P, x_PD = routed.chosen.flatten(), x_BD.repeat_interleave(run.config.top_k, dim=0)
-        y_PD = (
-            chosen(run, layer, x_PD, choice_P.tolist())
+        x_BW = x_BD
+        if run.config.latent_size:
+            assert isinstance(layer, RoutedLayer)
+            x_BW = run.times(x_BD, layer.latent_down_WD)
+        choice_P, x_PW = routed.chosen.flatten(), x_BW.repeat_interleave(run.config.top_k, dim=0)
+        y_PW = (
+            chosen(run, layer, x_PW, choice_P.tolist())
             if x_BD.device.type == "cpu"
-            else gathered(run, layer, x_PD, choice_P)
+            else gathered(run, layer, x_PW, choice_P)
         )
-        y_BD = (y_PD.unflatten(0, routed.weights.shape) * routed.weights[..., None]).sum(dim=1)
+        y_BD = (y_PW.unflatten(0, routed.weights.shape) * routed.weights[..., None]).sum(dim=1)
+        if run.config.latent_size:
+            assert isinstance(layer, RoutedLayer)
+            y_BD = run.times(y_BD, layer.latent_up_DW)
         if not run.config.shared_expert_hidden_size:
             return y_BD
         assert isinstance(layer, RoutedLayer)
@@ -146,7 +157,14 @@ class ExpertsDecoding(Decoding):
     def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         routed = self.route(layer, x_TD.float(), inputs, run.config)
-        y_TD = _grouped(run, layer, x_TD, routed)
+        x_TW = x_TD
+        if run.config.latent_size:
+            assert isinstance(layer, RoutedLayer)
+            x_TW = F.linear(x_TD.to(layer.latent_down_WD.dtype), layer.latent_down_WD)
+        y_TD = _grouped(run, layer, x_TW, routed)
+        if run.config.latent_size:
+            assert isinstance(layer, RoutedLayer)
+            y_TD = F.linear(y_TD.to(layer.latent_up_DW.dtype), layer.latent_up_DW).float()
         if run.config.shared_expert_hidden_size:
             assert isinstance(layer, RoutedLayer)
             hidden = run.activated(F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD))
@@ -154,10 +172,10 @@ class ExpertsDecoding(Decoding):
         return y_TD.view_as(x_BLD)
 
 
-def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -> Tensor:
+def gathered(run: Runner, layer: ExpertsLayer, x_BW: Tensor, choice_B: Tensor) -> Tensor:
     """Compute the same as `chosen` without reading the choice on the host: a captured step must not wait."""
     E = len(layer.fc1_EGD)
-    x = x_BD.to(layer.fc1_EGD.dtype)
+    x = x_BW.to(layer.fc1_EGD.dtype)
     if len(x) < E:  # copy each row's expert
         x_B1D, fc1, fc2 = x[:, None], layer.fc1_EGD[choice_B], layer.fc2_EDF[choice_B]
     else:  # all experts for all rows read less than that
@@ -166,29 +184,29 @@ def gathered(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: Tensor) -
     return y[:, 0] if len(x) < E else y[choice_B, torch.arange(len(x), device=x.device)]
 
 
-def chosen(run: Runner, layer: ExpertsLayer, x_BD: Tensor, choice_B: list[int]) -> Tensor:
+def chosen(run: Runner, layer: ExpertsLayer, x_BW: Tensor, choice_B: list[int]) -> Tensor:
     """Return the output of each row's expert; no other expert's weights are read."""
     experts = sorted(set(choice_B))
     if len(experts) == 1:
-        return _expert(run, layer, x_BD, experts[0])
-    y_BD = x_BD.new_empty(x_BD.shape)
+        return _expert(run, layer, x_BW, experts[0])
+    y_BW = x_BW.new_empty(x_BW.shape)
     for expert in experts:
         rows = [row for row, choice in enumerate(choice_B) if choice == expert]
-        y_BD[rows] = _expert(run, layer, x_BD[rows], expert)
-    return y_BD
+        y_BW[rows] = _expert(run, layer, x_BW[rows], expert)
+    return y_BW
 
 
-def _expert(run: Runner, layer: ExpertsLayer, x_BD: Tensor, expert: int) -> Tensor:
-    return run.times(run.activated(run.times(x_BD, layer.fc1_EGD[expert])), layer.fc2_EDF[expert])
+def _expert(run: Runner, layer: ExpertsLayer, x_BW: Tensor, expert: int) -> Tensor:
+    return run.times(run.activated(run.times(x_BW, layer.fc1_EGD[expert])), layer.fc2_EDF[expert])
 
 
-def _grouped(run: Runner, layer: ExpertsLayer, x_TD: Tensor, routed: routers.Routed) -> Tensor:
-    """Return the weighted sum of each token's experts, computed as in training."""
+def _grouped(run: Runner, layer: ExpertsLayer, x_TW: Tensor, routed: routers.Routed) -> Tensor:
+    """Return the weighted sum of each token's experts, `[T, W]`, computed as in training."""
     (T, K), E = routed.chosen.shape, len(layer.fc1_EGD)
     order_P, place_P, pairs_E = order_of(routed.chosen.flatten(), E)
-    x_PD = x_TD.to(layer.fc1_EGD.dtype).index_select(0, order_P if K == 1 else order_P // K)
+    x_PW = x_TW.to(layer.fc1_EGD.dtype).index_select(0, order_P if K == 1 else order_P // K)
     weights_P = routed.weights.flatten().index_select(0, order_P)
     activation, gate = run.config.activation, run.config.gated
-    y_PD = grouped_experts(x_PD, pairs_E, layer.fc1_EGD, layer.fc2_EDF, weights_P, activation=activation, gate=gate)
-    y_PD = y_PD.index_select(0, place_P)
-    return y_PD if K == 1 else y_PD.view(T, K, -1).sum(dim=1, dtype=torch.float32)
+    y_PW = grouped_experts(x_PW, pairs_E, layer.fc1_EGD, layer.fc2_EDF, weights_P, activation=activation, gate=gate)
+    y_PW = y_PW.index_select(0, place_P)
+    return y_PW if K == 1 else y_PW.view(T, K, -1).sum(dim=1, dtype=torch.float32)

@@ -3,14 +3,15 @@
 Expert parallelism splits the first axis. Expert tensor parallelism splits the hidden units of each expert, for gate and
 up alike. fc1 therefore has a separate axis for the two: [E, 2, F, D], gate first, or [E, 1, F, D] without a gate.
 
-Shapes: T tokens sent to this rank's experts, sorted by expert, D model, E experts of this rank, F hidden units of this
-rank.
+Shapes: T tokens sent to this rank's experts, sorted by expert, D their width (model.latent_size or the model's), E
+experts of this rank, F hidden units of this rank.
 """
 
 from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_blackmamba.layers.experts.kind import sizes
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.sharding import empty
 from megatron_blackmamba.ops.experts import grouped_experts
@@ -32,9 +33,10 @@ class GroupedExperts(MegatronModule):
         super().__init__(config)
         self.activation, self.gate = config.described.activation, config.described.gated
         self.backend = "fp8" if config.kernels.linear == "fp8" else "auto"
-        hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        self.fc1 = self._parameter(num_local_experts, 2 if self.gate else 1, hidden, config.hidden_size)
-        self.fc2 = self._parameter(num_local_experts, config.hidden_size, hidden)
+        _, _, width, hidden = sizes(config.described)
+        hidden //= pg_collection.expt_tp.size()
+        self.fc1 = self._parameter(num_local_experts, 2 if self.gate else 1, hidden, width)
+        self.fc2 = self._parameter(num_local_experts, width, hidden)
 
     def _parameter(self, *shape: int) -> nn.Parameter:
         parameter: Any = empty(*shape, dtype=self.config.params_dtype)

@@ -1,9 +1,11 @@
 """Mixture of experts: a router, `model.top_k` experts per token, by default SwiGLU, and an optional shared expert.
 
-The router kind decides which experts a token goes to (`routers`).
+The router kind decides which experts a token goes to (`routers`). With `model.latent_size` a token goes there narrower:
+one linear of the layer comes before the experts and one behind them. Each rank has both of them whole: it projects its
+own tokens, so that only the narrow ones are exchanged.
 
 Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K token-expert pairs, D model, E experts.
-F hidden size of an expert, G = 2F gate and up; without a gate, G = F.
+W width of an expert's input and output, F its hidden size, G = 2F gate and up; without a gate, G = F.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ SMALL_KERNELS = (30, 20)
 
 class Experts(LayerKind):
     letter, name = "E", "mixture of experts"
-    keys = ("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "router", "activation", "gated")
+    keys = (
+        *("experts", "top_k", "expert_hidden_size", "shared_expert_hidden_size", "latent_size", "router"),
+        *("activation", "gated"),
+    )
     mixer = "megatron_blackmamba.layers.experts.mixer:MoEMixer"
     cost = "megatron_blackmamba.layers.experts.cost:ExpertsCost"
     decode = "megatron_blackmamba.layers.experts.decode:ExpertsDecoding"
@@ -40,7 +45,7 @@ class Experts(LayerKind):
     routed = True
     recompute = frozenset({"layers", "experts"})
     by_adam = ("router.weight", "router.down", "router.first", "router.second")
-    writes_to_residual = ("fc2", "linear_fc2.weight")
+    writes_to_residual = ("fc2", "linear_fc2.weight", "latent_up.weight")
     released = True
     entry = "a number of experts"
     form = entry
@@ -81,27 +86,30 @@ class Experts(LayerKind):
 
     def parts(self, model: ModelConfig) -> dict[str, Fraction]:
         shared = {"shared_expert": Fraction(1)} if model.shared_expert_hidden_size else {}
-        return {"router": Fraction(1), "experts": Fraction(model.top_k, model.experts), **shared}
+        latent = {"latent": Fraction(1)} if model.latent_size else {}
+        return {"router": Fraction(1), "experts": Fraction(model.top_k, model.experts), **latent, **shared}
 
     def part_of(self, parameter: str) -> str:
-        parts = {"router.": "router", "shared_experts.": "shared_expert"}
+        parts = {"router.": "router", "latent_": "latent", "shared_experts.": "shared_expert"}
         return next((part for start, part in parts.items() if parameter.startswith(start)), "experts")
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
-        _, E, F = sizes(model)
+        D, E, W, F = sizes(model)
         router = routers.kind_of(model.router.kind)
         found = {"router.weight": whole(router.inputs(model), experts=E)} if router.learned else {}
         found |= {f"router.{name}": whole(*shape[1:], units=shape[0]) for name, shape in router.inside(model).items()}
         found |= {"router.bias": whole(experts=E)} if router.learned and model.router.bias else {}
         found |= {f"router.{name}": whole(experts=E) for name in router.state}
-        expert, shared = mlp.weights(model, F), model.shared_expert_hidden_size
+        if model.latent_size:
+            found |= {"latent_down.weight": whole(D, latent=W), "latent_up.weight": whole(W, out=D)}
+        expert, shared = mlp.weights(model, F, W), model.shared_expert_hidden_size
         found |= {f"local_experts.{e}.{name}": weight for e in range(E) for name, weight in expert.items()}
         of_shared = mlp.weights(model, shared) if shared else {}
         return found | {f"shared_experts.{name}": weight for name, weight in of_shared.items()}
 
     def stacks(self, model: ModelConfig) -> dict[str, Stack]:
-        _, E, F = sizes(model)
-        weights = mlp.weights(model, F).values()
+        _, E, W, F = sizes(model)
+        weights = mlp.weights(model, F, W).values()
         return {
             f"experts.fc{i}": Stack(weight, tuple(expert_weight(e, i) for e in range(E)))
             for i, weight in enumerate(weights, 1)
@@ -132,6 +140,7 @@ class Experts(LayerKind):
             "gated": model.gated,
             "num_experts_per_tok": model.top_k,
             "shared_expert_hidden_size": model.shared_expert_hidden_size,
+            "latent_size": model.latent_size,
             "router_kind": model.router.kind,
             "router_options": {
                 key: getattr(model.router, key)
@@ -147,7 +156,8 @@ class Experts(LayerKind):
         }
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        names = {"top_k": "num_experts_per_tok", "shared_expert_hidden_size": "shared_expert_hidden_size"}
+        same = ("shared_expert_hidden_size", "latent_size")
+        names = {"top_k": "num_experts_per_tok", **dict(zip(same, same, strict=True))}
         fields = {ours: content[theirs] for ours, theirs in names.items() if theirs in content}
         router = {"kind": content.get("router_kind", "sinkhorn"), **(content.get("router_options") or {})}
         kind = routers.kind_of(router["kind"])
@@ -161,9 +171,9 @@ class Experts(LayerKind):
         return exported if isinstance(exported, Cannot) else super().decoding(model)
 
 
-def sizes(model: ModelConfig) -> tuple[int, int, int]:
-    """Return D, E, F."""
-    return model.hidden_size, model.experts, model.expert_hidden_size or 0
+def sizes(model: ModelConfig) -> tuple[int, int, int, int]:
+    """Return D, E, W, F."""
+    return model.hidden_size, model.experts, model.latent_size or model.hidden_size, model.expert_hidden_size or 0
 
 
 def expert_weight(expert: int, linear: int) -> str:
@@ -176,9 +186,9 @@ def is_papers(model: ModelConfig) -> bool:
 
 
 def is_simple(model: ModelConfig) -> bool:
-    """Return whether the layer is one gated expert a token, whichever the router."""
+    """Return whether the layer is one gated expert a token and nothing else, whichever the router."""
     gated = model.gated and model.activation in ("silu", "gelu")
-    return gated and model.top_k == 1 and not model.shared_expert_hidden_size
+    return gated and model.top_k == 1 and not model.shared_expert_hidden_size and not model.latent_size
 
 
 def use_of(model: ModelConfig) -> routers.Use:

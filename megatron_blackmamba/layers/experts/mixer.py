@@ -1,10 +1,12 @@
 """The mixture of experts: megatron-core's layer, which sends tokens to the ranks of their experts.
 
 If this rank has all experts and every token goes to K of them, nothing is sent: the tokens are only sorted by expert.
+With `model.latent_size` the tokens are projected before they are sorted or sent, and their sums behind that.
 
 Shapes: S sequence, B batch, T = S * B tokens of this rank, K experts of a token, P = T * K token-expert pairs.
 """
 
+from dataclasses import replace
 from pkgutil import resolve_name
 
 from torch import Tensor
@@ -14,7 +16,7 @@ from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll
 from megatron_blackmamba.layers.experts.grouped import GroupedExperts
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.linears import linears
+from megatron_blackmamba.model.linears import WholeLinear, linears
 from megatron_blackmamba.model.router import KindRouter
 from megatron_blackmamba.routers import Routed
 
@@ -32,6 +34,10 @@ class MoEMixer(MoELayer):
         router = resolve_name(routers.kind_of(config.described.router.kind).module)
         submodules = MoESubmodules(router=router, experts=GroupedExperts, shared_experts=shared)
         super().__init__(config, submodules, layer_number=layer_number, pg_collection=pg_collection)
+        if latent := config.described.latent_size:
+            self.latent_down = WholeLinear(config.hidden_size, latent, config)
+            self.latent_up = WholeLinear(latent, config.hidden_size, config)
+        self.narrows = bool(latent)
         ranks = pg_collection.ep.size() * pg_collection.expt_tp.size()
         sortable = isinstance(self.router, KindRouter) and self.router.kind.every_token_gets_k
         self.sorts = sortable and ranks == 1
@@ -43,7 +49,11 @@ class MoEMixer(MoELayer):
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         routed = self.router(hidden_SBD, inputs)
-        y_SBD = (self._sorted(routed) if self.sorts else self._dispatched(routed)).view(hidden_SBD.shape)
+        if self.narrows:
+            routed = replace(routed, hidden=self.latent_down(routed.hidden))
+        y_SBD = (self._sorted(routed) if self.sorts else self._dispatched(routed)).view(routed.hidden.shape)
+        if self.narrows:
+            y_SBD = self.latent_up(y_SBD)
         shared_SBD = self.shared_experts_compute(hidden_SBD)
         return y_SBD if shared_SBD is None else y_SBD + shared_SBD
 

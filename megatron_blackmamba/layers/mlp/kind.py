@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 
-def weights(model: ModelConfig, hidden: int) -> dict[str, Weight]:
-    """Return the two matrices of an MLP."""
-    D, rows = model.hidden_size, {"gate": hidden, "up": hidden} if model.gated else {"up": hidden}
+def weights(model: ModelConfig, hidden: int, width: int | None = None) -> dict[str, Weight]:
+    """Return the two matrices of an MLP; width: of its input and output, by default the model's."""
+    D, rows = width or model.hidden_size, {"gate": hidden, "up": hidden} if model.gated else {"up": hidden}
     return {"linear_fc1.weight": by_rows(D, **rows), "linear_fc2.weight": by_columns(hidden, out=D)}
 
 
