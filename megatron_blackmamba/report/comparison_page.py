@@ -29,7 +29,7 @@ from megatron_blackmamba.report.comparison_figures import (
 from megatron_blackmamba.report.history import thin
 from megatron_blackmamba.report.scores import points
 
-UNKNOWN = "not known: name the module of its layers in BLACKMAMBA_IMPORT"
+UNKNOWN = "not known: name the module of its own kinds in BLACKMAMBA_IMPORT"
 Rows = list[list[str]]
 
 
@@ -125,12 +125,20 @@ def _results(runs: Sequence[Compared]) -> Rows:
         if any(run.bits_per_byte is not None for run in runs):
             bits = [_validation_at(run, axis, end, bits=True) for run in runs]
             rows.append([f"validation, bits per byte, at {place}", *bits])
+    if any(loads := [_busiest(run) for run in runs]):
+        rows.append(["busiest expert at the end, of the mean, in its worst layer", *(load or "–" for load in loads)])
     return [
         *rows,
         ["tokens/s, median", *(short(_median(run, "speed/tokens_per_second")) for run in runs)],
         ["processes", *(", ".join(map(str, run.history.processes)) or "not recorded" for run in runs)],
         ["memory", *(_memory(run) for run in runs)],
     ]
+
+
+def _busiest(run: Compared) -> str:
+    """Return the load of the busiest expert in the layer that is balanced worst; nothing without experts."""
+    last = [series.value[-1] for series in run.history.of("experts/*/max_over_mean").values() if len(series.value)]
+    return f"{max(last):.2f}" if last else ""
 
 
 def _flops(run: Compared) -> str:

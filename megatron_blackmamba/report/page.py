@@ -234,7 +234,7 @@ def _what(history: History) -> str:
     model, training = history.config["model"], history.config["training"]
     begun = history.begun[-1] if history.begun else None
     parts = [f"{model['pattern']}, width {model['hidden_size']}"]
-    if "E" in model["pattern"]:
+    if history.of("experts/*/max_over_mean"):
         parts.append(f"{model['experts']} experts, {model['top_k']} for each token")
     if begun and begun.parameters and begun.active:
         parts.append(f"{charts.short(begun.parameters)} parameters, {charts.short(begun.active)} for each token")
