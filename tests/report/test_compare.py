@@ -351,7 +351,7 @@ def test_records_are_read_without_module_of_the_layers(two, tmp_path):
     assert (shown.step, shown.steps) == (60, 100)
     assert "Loss" in render_run(read_history(two[0]))
     page, of = render(read_all(two)), {name: cells for name, *cells in tables(read_all(two))[0][2]}
-    assert of["training FLOPs"] == ["not known: name the module of its layers in BLACKMAMBA_IMPORT", "5.31e+10"]
+    assert of["training FLOPs"] == ["not known: name the module of its own kinds in BLACKMAMBA_IMPORT", "5.31e+10"]
     assert "training loss at 81.9k tokens, mean of the last steps" in of
     assert not any("FLOPs" in name for name in of if name != "training FLOPs")
     axes = json.loads(re.search(r'id="axes">(.*?)</script>', page)[1])
