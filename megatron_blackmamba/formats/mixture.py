@@ -343,7 +343,8 @@ def check_together(
             if vocab_size is not None and manifest.vocab_size > vocab_size:
                 raise MixtureError(
                     f"source {name!r}: {shard.prefix} was tokenized with a vocabulary of {manifest.vocab_size}, "
-                    f"the model has {vocab_size}: set model.vocab_size to at least that"
+                    f"the model has {vocab_size}: set model.vocab_size to at least that, or tokenize the text with the"
+                    " tokenizer of the model that start.from continues"
                 )
             if eod_reset not in (None, manifest.eod_id):
                 raise MixtureError(

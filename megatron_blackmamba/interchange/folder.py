@@ -51,7 +51,9 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
 def refuse_occupied(path: Path) -> None:
     """Refuse an output that is there already, but for an empty folder."""
     if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):
-        again = ", or overwrite it (--overwrite; in Python overwrite=True)" if _is_converted(path) else ""
+        again = ""
+        if _is_converted(path):
+            again = ", overwrite it (--overwrite; in Python overwrite=True), or check it (blackmamba verify)"
         raise InterchangeError(f"{path}: already there; name a folder that does not exist or is empty{again}")
     if path.is_dir() and path.is_mount():
         raise InterchangeError(f"{path}: a file system is mounted here; name a folder inside it")

@@ -89,6 +89,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise InterchangeError(f"{path}: no such file") from None
+    except NotADirectoryError:
+        raise InterchangeError(f"{path.parent}: a file; name the folder of the model") from None
     except (OSError, ValueError, RecursionError) as error:
         raise InterchangeError(f"{path}: not readable JSON: {error}") from None
     if not isinstance(content, dict):

@@ -61,7 +61,9 @@ class Overview:
 def overviews(folder: Path) -> list[Overview]:
     """Return the runs in a folder, or the one that it is."""
     if not folder.is_dir():
-        raise ReportError(f"{folder}: no such folder{near(folder)} Name a folder of runs, such as runs")
+        raise ReportError(
+            f"{folder.absolute()}: no such folder{near(folder)} Name a folder of runs, or change to its parent"
+        )
     queue = Queue()
     if _is_run(folder):
         run = _overview(RunFolder(folder), folder.resolve().name, queue)

@@ -123,6 +123,11 @@ class Trainer:
             self.keeper.unlock(leave_no_trace=exits.refuses(error))
             raise
 
+    @property
+    def over(self) -> bool:
+        """Return whether the last step has been taken."""
+        return self.progress.step >= self.config.last_step(self.progress.step, self.progress.consumed_samples)
+
     def run(self) -> Outcome:
         """Train until the run is done, gives up or is asked to stop."""
         try:
@@ -130,7 +135,7 @@ class Trainer:
             self.stop.heed(signal.SIGINT)  # before, there is nothing to save
             if self.world.any_rank(self.stop.asked):  # while the model was built or loaded
                 return self.end(Outcome.STOPPED_ON_REQUEST)
-            while self.progress.step < self.config.last_step(self.progress.step, self.progress.consumed_samples):
+            while not self.over:
                 self.watchdog.alive(f"step {self.progress.step + 1}")
                 verdict = self.take_step()
                 if verdict.action is Action.STOP:
@@ -138,7 +143,7 @@ class Trainer:
                 if verdict.action is Action.REWIND:
                     self.rewind(verdict.cause)
                 self.keeper.after_step(self.progress.step, good=not self.watch.in_bad_streak)
-                if self.asked_to_stop:
+                if self.asked_to_stop and not self.over:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
             return self.end(Outcome.DONE)
         except BaseException as error:

@@ -39,6 +39,7 @@ __all__ = [
         "FlippedRouter",
         "SlowLayer",
         "Stopped",
+        "StoppedAtTheEnd",
     ),
 ]
 
@@ -403,3 +404,12 @@ class Weighing(Trainer):
         from tests.training import weight_norm  # noqa: F401
 
         super().__init__(*parts)
+
+
+class StoppedAtTheEnd(Trainer):
+    """A request to stop reaches it during its last step."""
+
+    def take_step(self):
+        verdict = super().take_step()
+        self.asked_to_stop = self.over
+        return verdict

@@ -103,6 +103,12 @@ def test_bf16_with_sharded_optimizer_resumes_bit_for_bit(forks, tmp_path):
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
 
+def test_run_stopped_in_its_last_step_is_done(forks, tmp_path):
+    job = forks.run(tmp_path, [*SMALL, "training.tokens=4096"], trainer="StoppedAtTheEnd")
+    assert job.wait() == [0, 0], job.output()
+    assert (tmp_path / "run/done").exists() and len(losses(tmp_path)) == 4
+
+
 def test_resumed_run_closes_all_batches_it_opened(forks, copy_of_half):
     overrides = [*ON_TWO, "training.stop_after_steps=11", "data.workers=1"]
     job = forks.run(copy_of_half, overrides, trainer="OpenStreams")
