@@ -47,8 +47,13 @@ def versions(suffixes: tuple[str, ...] = SOURCES) -> dict[str, str]:
         "megatron-core": _version("megatron-core"),
         "our code": fingerprint(suffixes),
         **{name: os.environ[name] for name in NUMBERS if name in os.environ},
-        **{f"code of {name}": _code_of(name, suffixes) for name in extensions()},
+        **code_of_extensions(suffixes),
     }
+
+
+def code_of_extensions(suffixes: tuple[str, ...] = SOURCES) -> dict[str, str]:
+    """Return a short hash of each module that BLACKMAMBA_IMPORT names, by "code of NAME"."""
+    return {f"code of {name}": _code_of(name, suffixes) for name in extensions()}
 
 
 def fingerprint(suffixes: tuple[str, ...], folder: Path = PACKAGE) -> str:

@@ -24,7 +24,7 @@ from megatron_blackmamba.engine import foreign
 from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan import parameters
-from megatron_blackmamba.runtime import device, exits, layout, process, world
+from megatron_blackmamba.runtime import device, exits, facts, layout, process, world
 from megatron_blackmamba.runtime.parent import die_with_parent
 from megatron_blackmamba.runtime.signals import StopRequest
 from megatron_blackmamba.runtime.watchdog import Watchdog
@@ -205,7 +205,8 @@ class Trainer:
         data.refuse_changed_data(state["data"], self.data.record, progress.next_sample)
         self.keeper.load(step)
         self.watch.restore(state["guard"])
-        return allowed + rate_change(saved, self.config, step, progress.consumed_samples)
+        edited = resume.edited_modules(state.get("modules", {}), facts.code_of_extensions(), step)
+        return allowed + rate_change(saved, self.config, step, progress.consumed_samples) + edited
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside tensors; called when one is about to be taken."""
@@ -217,6 +218,7 @@ class Trainer:
             "progress": self.progress.state(),
             "guard": self.watch.state(),
             "data": self.data.record,
+            "modules": facts.code_of_extensions(),
         }
 
     @property

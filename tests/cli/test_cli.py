@@ -20,8 +20,8 @@ layers.register(RunningMean)
 """
 
 
-def run_with_extension(module, folder, *arguments):
-    (folder / "my_layers.py").write_text(EXTENSION)
+def run_with_extension(module, folder, *arguments, more=""):
+    (folder / "my_layers.py").write_text(EXTENSION + more)
     found = environment(PYTHONPATH=f"{ROOT}:{folder}", BLACKMAMBA_IMPORT=module)
     command = [sys.executable, "-m", "megatron_blackmamba", *arguments]
     return subprocess.run(command, env=found, cwd=folder, capture_output=True, text=True)
@@ -33,14 +33,17 @@ def test_commands_import_extensions(tmp_path):
 
 
 def test_run_names_the_module_that_its_layers_need(tmp_path):
-    train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=1", "training.global_batch=1")
-    done = run_with_extension("my_layers", tmp_path, *train, "training.micro_batch=1")
+    train = ("train", "tiny", "model.pattern=MA", "name=mean", "training.steps=2", "training.global_batch=1")
+    train += ("training.micro_batch=1", "checkpoint.every=1")
+    done = run_with_extension("my_layers", tmp_path, *train, "training.stop_after_steps=1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/mean/config.yaml").read_text().startswith("# trained with BLACKMAMBA_IMPORT=my_layers\n")
     generated = run_with_extension("", tmp_path, "generate", "runs/mean", "--prompt", "Once")
     assert "found ['A']. If a module of your own defines it, name that module in BLACKMAMBA_IMPORT" in generated.stderr
     reported = run_with_extension("", tmp_path, "report", "runs/mean")  # which only reads records
     assert reported.returncode == 0, reported.stderr
+    resumed = run_with_extension("my_layers", tmp_path, *train, more="# edited since\n")
+    assert "code of my_layers has changed since step 1\n" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,11 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
     return [f"{key}: {shown(new)} from step {step + 1} on, {shown(old)} before{why}" for (key, old, new), why in told]
 
 
+def edited_modules(saved: Mapping[str, str], here: Mapping[str, str], step: int) -> list[str]:
+    """Return a line for each module of BLACKMAMBA_IMPORT whose code is another than the checkpoint was trained with."""
+    return [f"{name} has changed since step {step}" for name, code in here.items() if saved.get(name, code) != code]
+
+
 def _in_steps(saved: Mapping[str, Any], config: RunConfig, keys: str) -> str:
     """Return a line with the lengths in steps, as they may have been typed, if the length changed."""
     if "training.tokens" not in keys:
