@@ -247,7 +247,7 @@ class Forest(Chart):
         return f"{self.values[i]:{'+' if self.signed else ''}.3f}" + (f" ± {half:.3f}" if half is not None else "")
 
     def _svg(self) -> str:
-        wide, label, said, row = 400, 138, 100, 22  # narrow, so that its text can be read on a phone
+        wide, label, said, row = 420, 152, 114, 22  # narrow, so that its text can be read on a phone
         height, (lows, highs) = TOP + len(self.names) * row + 34, self._ends()
         low, high = (min([0.0, *lows]), max([0.0, *highs])) if self.signed else (min(lows), max(highs))
         pad = 0.04 * (high - low) or 0.1
