@@ -69,12 +69,12 @@ class Router(nn.Linear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """Apply `fn`, but keep the expert bias in fp32 when the model is cast to half precision."""
-        all_before = dict(self._buffers)
+        all_before = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
         for name, before in all_before.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and before.dtype == torch.float32 != after.dtype:
-                self._buffers[name] = before.to(after.device)
+            after = getattr(self, name)
+            if before.dtype == torch.float32 != after.dtype:
+                setattr(self, name, before.to(after.device))
         return self
 
     def forward(self, x: Tensor) -> Tensor:
