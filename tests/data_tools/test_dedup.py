@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYED = np.dtype([("key", "<u8"), ("value", "<u4")])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def words():
     return Words(random.Random(0), 4000)
 
