@@ -183,7 +183,7 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "latent_tp2": (2, [*LATENT, "parallel.tensor=2", "training.recompute=experts"]),
     "latent_ep2": (2, [*LATENT, "parallel.expert=2"]),
     "latent_etp2": (2, [*LATENT, "parallel.tensor=2", "parallel.expert_tensor=2"]),
-    "latent_pp2": (2, [*LATENT, "parallel.pipeline=2", "training.recompute=layers"]),
+    "latent_pp2": (4, [*LATENT, "parallel.pipeline=2", "training.recompute=layers"]),
     "latent_cp2": (2, [*LATENT, "parallel.context=2"]),
     "latent_tp2_ep2": (4, [*LATENT, "parallel.tensor=2", "parallel.expert=2"]),
     "latent_choice_solo": (1, [*LATENT, "model.router.kind=expert_choice", "model.router.scale=1"]),
