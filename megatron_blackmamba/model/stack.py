@@ -48,7 +48,7 @@ class Block(MegatronModule):
         self.norm: Any = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
         self.mixer: Any = kind.named("mixer")(config, layer_number, pg_collection)
         self.stream, self.output = (
-            Affine(config) if config.described.residual_scaling else nn.Identity() for _ in "so"
+            Affine(config) if config.described.residual_scaling else nn.Identity() for _ in range(2)
         )
 
     def forward(
