@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from megatron_blackmamba.study.confidence import half_interval
+from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.points import Point, chosen, declared_losses, unique
 from studies.fits import Difference, differences

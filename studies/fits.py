@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_blackmamba.study.confidence import half_interval
+from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.study.config import RATE
 from megatron_blackmamba.study.grids import Tried, best_rates, tried_values, value_of
 from megatron_blackmamba.study.points import Point, chosen, unique

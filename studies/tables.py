@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.study.confidence import mean_of
+from megatron_blackmamba.report.confidence import mean_of
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.grids import LARGEST, best_rates
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique

@@ -7,7 +7,7 @@ from html import escape
 
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Chart, Line, Lines, short
-from megatron_blackmamba.study.confidence import mean_of
+from megatron_blackmamba.report.confidence import mean_of
 from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.page import Report
 from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, unique

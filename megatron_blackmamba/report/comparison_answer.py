@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.comparison_figures import Compared, common_end, half_interval, several_tokenizers
+from megatron_blackmamba.report.comparison_figures import Compared, common_end, several_tokenizers
+from megatron_blackmamba.report.confidence import half_interval
 
 SEEDS = "Another seed may change it by more: train both with several, or run a study."
 
@@ -44,13 +45,14 @@ def _sentence(
             place = f"{end:.2e} FLOPs" if axis == "flops" else f"{short(end)} tokens"
             parts.append(f"by {values[other] - values[best]:.4f} at {place}")
     difference, half, steps = _in_training(runs[best], runs[other], common_end(runs, "tokens"))
-    clear = all(values[other] > values[best] for _, values in losses.values() if values) and difference > half
-    verdict = "is ahead of" if clear else "is not clearly ahead of"
-    noise = f"; in the last {steps} training steps by {difference:.4f} ± {half:.4f} (95% interval)" if steps else ""
+    ahead = all(values[other] > values[best] for _, values in losses.values() if values)
+    verdict = "is ahead of" if ahead and half is not None and difference > half else "is not clearly ahead of"
+    interval = "" if half is None else f" ± {half:.4f} (95% interval)"
+    noise = f"; in the last {steps} training steps by {difference:.4f}{interval}" if steps else ""
     return f"{runs[best].name} {verdict} {runs[other].name} in {what}, {' and '.join(parts)}{noise}."
 
 
-def _in_training(one: Compared, other: Compared, tokens: float) -> tuple[float, float, int]:
+def _in_training(one: Compared, other: Compared, tokens: float) -> tuple[float, float | None, int]:
     """Return how far the other's training loss is above, half its 95% interval, and over how many steps.
 
     Steps of the same batches are compared one by one, which leaves out what a batch does to both.
@@ -59,11 +61,12 @@ def _in_training(one: Compared, other: Compared, tokens: float) -> tuple[float, 
     if _same_batches(one, other) and len(first) == len(second):
         each = second - first
         each = each[np.isfinite(each)]
-        return (float(each.mean()), half_interval(each), len(each)) if len(each) else (math.nan, math.nan, 0)
+        return (float(each.mean()), half_interval(each), len(each)) if len(each) else (math.nan, None, 0)
     first, second = (some[np.isfinite(some)] for some in (first, second))
     if not len(first) or not len(second):
-        return math.nan, math.nan, 0
-    half = math.hypot(half_interval(first), half_interval(second))
+        return math.nan, None, 0
+    halves = [half for some in (first, second) if (half := half_interval(some)) is not None]
+    half = math.hypot(*halves) if len(halves) == 2 else None
     return float(second.mean() - first.mean()), half, min(len(first), len(second))
 
 

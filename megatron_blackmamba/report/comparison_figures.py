@@ -160,11 +160,6 @@ def last_steps(steps: int) -> int:
     return max(1, round(max(WINDOW * steps, min(FEWEST_STEPS, LARGEST_WINDOW * steps))))
 
 
-def half_interval(values: np.ndarray) -> float:
-    """Return half of the 95% interval of the mean of many values; NaN of one."""
-    return float(1.96 * values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
-
-
 def short_names(names: Sequence[str]) -> list[str]:
     """Return names without what all have at their beginnings and ends, if one of them is long."""
     parts = [re.split(r"(?<=[-_])", name) for name in names]

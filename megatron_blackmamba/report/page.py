@@ -1,7 +1,9 @@
 """The page: what a reader wants to know first, then the curves, then what they were made with."""
 
+import math
 import platform
 import shlex
+import statistics
 from dataclasses import replace
 from datetime import datetime, timedelta
 from html import escape
@@ -13,7 +15,8 @@ from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import read_run
 from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Chart, Line, Mark
-from megatron_blackmamba.report.comparison_figures import compared, half_interval, last_steps
+from megatron_blackmamba.report.comparison_figures import compared, last_steps
+from megatron_blackmamba.report.confidence import mean_of
 from megatron_blackmamba.report.history import History, Series, thin
 from megatron_blackmamba.report.scores import points
 from megatron_blackmamba.training.metrics import metric_of
@@ -108,7 +111,7 @@ def _sources(history: History) -> str:
     rows = []
     for name in dict.fromkeys([*achieved, *(name for series in found.values() for name in series)]):
         share = f"{achieved[name]:.2%}" if name in achieved else "–"
-        last = [f"{_mean_of_last(series[name])[0]:.3f}" if name in series else "–" for series in found.values()]
+        last = [f"{statistics.fmean(_last(series[name])):.3f}" if name in series else "–" for series in found.values()]
         rows.append([name, f"{planned.get(name, 0.0):.2%}", share, *last])
     words = f"<p>{escape(_mixture_words(history))}</p>" if rows else ""
     return f"<section><h2>Sources</h2>{words}{html.table(['source', 'planned', 'read', *found], rows)}</section>"
@@ -249,18 +252,18 @@ def _answer(history: History) -> str:
     """Say the loss, as a mean of the last steps: the loss of one step is noise."""
     said = []
     if "loss" in history.scalars:
-        mean, half, steps = _mean_of_last(history.scalars["loss"])
-        said.append(f"Training loss {mean:.3f} ± {half:.3f} over the last {steps} steps (95% interval of the mean)")
+        last = _last(history.scalars["loss"])
+        steps = f"the last {len(last)} steps (95% interval of the mean)" if len(last) > 1 else "the last step"
+        said.append(f"Training loss {mean_of(last)} over {steps}")
     if (validation := history.validation_loss) is not None:
         said.append(f"validation loss {validation.value[-1]:.3f} after step {validation.step[-1]:,}")
     return f"{'; '.join(said)}." if said else ""
 
 
-def _mean_of_last(series: Series) -> tuple[float, float, int]:
-    """Return the mean of the last 2% of the values, at least of 20 or 10%, half its 95% interval, and their number."""
+def _last(series: Series) -> list[float]:
+    """Return the last 2% of the values, at least 20 or 10%; NaN where none is finite."""
     known = series.value[np.isfinite(series.value)]
-    last = known[-last_steps(len(known)) :] if len(known) else np.array([np.nan])
-    return float(last.mean()), half_interval(last), len(last)
+    return known[-last_steps(len(known)) :].tolist() if len(known) else [math.nan]
 
 
 def _facts(history: History) -> list[tuple[str, str]]:

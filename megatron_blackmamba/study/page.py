@@ -15,7 +15,7 @@ import rich.table
 from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Chart, Line, short
-from megatron_blackmamba.study.confidence import half_interval, mean_of
+from megatron_blackmamba.report.confidence import half_interval, mean_of
 from megatron_blackmamba.study.points import Evidence, Point, sealed, unique
 from megatron_blackmamba.study.runs import Study
 from megatron_blackmamba.study.table import Table

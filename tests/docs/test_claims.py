@@ -7,8 +7,8 @@ import statistics
 
 import pytest
 
+from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.study.commands import open_study, run
-from megatron_blackmamba.study.confidence import half_interval
 from megatron_blackmamba.study.options import HowToRun
 from tests.docs.session import ROOT
 

@@ -19,10 +19,10 @@ from scipy import stats
 from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
+from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.report.pictures import write_pictures
 from megatron_blackmamba.study import StudyError, commands, corpus, page, progress
 from megatron_blackmamba.study.commands import draw, open_study, run
-from megatron_blackmamba.study.confidence import half_interval
 from megatron_blackmamba.study.config import CorpusConfig, read_study, shipped
 from megatron_blackmamba.study.machine import Machine
 from megatron_blackmamba.study.options import HowToRun

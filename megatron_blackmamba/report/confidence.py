@@ -1,4 +1,4 @@
-"""Confidence of a mean over seeds, by Student's t."""
+"""Confidence of a mean over seeds or steps, by Student's t."""
 
 import math
 import statistics
