@@ -33,13 +33,13 @@ class BiasRouter(KindRouter):
     def _nothing(self) -> Tensor:
         """Return the sums before the first token."""
 
-    def _found(self) -> Tensor:
-        """Return the bias that follows from the sums."""
-        raise NotImplementedError
-
+    @abstractmethod
     def _move(self) -> None:
-        """Change the bias by the sums over all ranks: by default, some of the way to the one that follows."""
-        self.expert_bias.mul_(MEMORY).add_(self._found().to(self.expert_bias), alpha=1 - MEMORY)
+        """Change the bias by the sums over all ranks."""
+
+    def _approach(self, bias_E: Tensor) -> None:
+        """Move the bias some of the way to another one."""
+        self.expert_bias.mul_(MEMORY).add_(bias_E.to(self.expert_bias), alpha=1 - MEMORY)
 
     def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         if self.training and self.counter_E is not None:

@@ -20,5 +20,5 @@ class QuantileRouter(BiasRouter):
         self.gathered += histogram_of_needs(self.use.scored(logits_TE), self.expert_bias, at.model.top_k)
         return at
 
-    def _found(self) -> Tensor:
-        return balancing_bias(self.gathered, self.expert_bias, self.described.top_k)
+    def _move(self) -> None:
+        self._approach(balancing_bias(self.gathered, self.expert_bias, self.described.top_k))

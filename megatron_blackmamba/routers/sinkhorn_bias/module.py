@@ -22,5 +22,5 @@ class PlanBiasRouter(BiasRouter):
         self.gathered[-1] += 1
         return replace(at, plan_bias_E=self.gathered[:-1])
 
-    def _found(self) -> Tensor:
-        return self.gathered[:-1] / self.gathered[-1].clamp(min=1)
+    def _move(self) -> None:
+        self._approach(self.gathered[:-1] / self.gathered[-1].clamp(min=1))
