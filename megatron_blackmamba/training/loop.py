@@ -112,6 +112,8 @@ class Trainer:
         self.schedule = Schedule(config, self.trainable.optimizer)
         self.begun_at: int | None = None
         """The step at which this job begins; None until its config, data and checkpoint are accepted."""
+        self.modules = facts.code_of_extensions()
+        """The code that BLACKMAMBA_IMPORT has brought; its files may change while this job trains."""
         self.asked_to_stop = False
         """Set this to end the run after the step, with a checkpoint."""
         self.keeper = Keeper(config, world, self.trainable, self.state, self.event, watchdog.alive, self.mixture)
@@ -158,10 +160,10 @@ class Trainer:
 
     def begin(self) -> None:
         """Resume from the newest checkpoint, or start from the given weights, or from scratch."""
-        size: dict[str, Any] = {"tokens_per_step": self.config.tokens_per_step, "processes": self.world.size}
-        size |= {"device": device.name()}
+        where: dict[str, Any] = {"processes": self.world.size, "device": device.name()}
         if self.count:
-            size |= {"parameters": self.count.total, "active": self.count.forward}
+            where |= {"parameters": self.count.total, "active": self.count.forward}
+        size = where | {"tokens_per_step": self.config.tokens_per_step}
         newest, weights = self.keeper.newest(), self.config.start.from_
         if newest is not None:
             changes = self.resume(newest)
@@ -178,7 +180,7 @@ class Trainer:
             if self.branch.reads_on(self.data.record):  # the losses of other data say nothing of a spike
                 self.watch.restore(self.branch.state["guard"])
             self.begun_at = self.branch.step
-            self.event(self.branch.event(self.config, self.data, processes=self.world.size, protected=protected))
+            self.event(self.branch.event(self.config, self.data, protected=protected, **where))
         else:
             if weights:
                 resume.refuse_start_tokenizer(self.config, self.data.record)
@@ -205,7 +207,7 @@ class Trainer:
         data.refuse_changed_data(state["data"], self.data.record, progress.next_sample)
         self.keeper.load(step)
         self.watch.restore(state["guard"])
-        edited = resume.edited_modules(state.get("modules", {}), facts.code_of_extensions(), step)
+        edited = resume.edited_modules(state.get("modules", {}), self.modules, step)
         return allowed + rate_change(saved, self.config, step, progress.consumed_samples) + edited
 
     def state(self) -> dict[str, Any]:
@@ -218,7 +220,7 @@ class Trainer:
             "progress": self.progress.state(),
             "guard": self.watch.state(),
             "data": self.data.record,
-            "modules": facts.code_of_extensions(),
+            "modules": self.modules,
         }
 
     @property

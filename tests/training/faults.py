@@ -11,7 +11,7 @@ import torch
 from megatron_blackmamba.checkpoint import SaveError, lifecycle, manifest
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.runtime import hangs
+from megatron_blackmamba.runtime import facts, hangs
 from megatron_blackmamba.training.keep import saving
 from megatron_blackmamba.training.loop import Trainer
 from megatron_blackmamba.training.watch import stragglers
@@ -19,6 +19,7 @@ from megatron_blackmamba.training.watch import stragglers
 __all__ = [
     *(
         "EarlyNaN",
+        "Edited",
         "LastSaveFails",
         "MovingSource",
         "NaN",
@@ -413,3 +414,11 @@ class StoppedAtTheEnd(Trainer):
         verdict = super().take_step()
         self.asked_to_stop = self.over
         return verdict
+
+
+class Edited(Trainer):
+    """While it trains, somebody edits a module of BLACKMAMBA_IMPORT."""
+
+    def take_step(self):
+        facts.code_of_extensions = lambda: {"code of my_router": "edited"}
+        return super().take_step()

@@ -160,6 +160,7 @@ def test_unchanged_branch_continues_the_trunk_bit_for_bit(forks, mixtures, trunk
     ours, theirs = weights(tmp_path, 12), weights(trunk, 12)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     (begun,) = events_of(tmp_path, Branched)
+    assert begun.processes and begun.device and begun.parameters
     assert (begun.step, begun.sample, begun.steps_left, begun.changes) == (4, 16, 8, [])
 
 

@@ -9,6 +9,7 @@ from hashlib import sha256
 import pytest
 
 from megatron_blackmamba.checkpoint import CheckpointReader
+from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import read_history
@@ -107,6 +108,12 @@ def test_run_stopped_in_its_last_step_is_done(forks, tmp_path):
     job = forks.run(tmp_path, [*SMALL, "training.tokens=4096"], trainer="StoppedAtTheEnd")
     assert job.wait() == [0, 0], job.output()
     assert (tmp_path / "run/done").exists() and len(losses(tmp_path)) == 4
+
+
+def test_checkpoint_names_the_code_that_trained_it(forks, tmp_path):
+    job = forks.run(tmp_path, [*SMALL, "training.tokens=2048"], trainer="Edited")
+    assert job.wait() == [0, 0], job.output()
+    assert read_state(find_checkpoint(tmp_path / "run"), ("modules",))["modules"] == {}
 
 
 def test_resumed_run_closes_all_batches_it_opened(forks, copy_of_half):
