@@ -192,8 +192,8 @@ def _kinds_of_stage(config: RunConfig, stage: int) -> list[tuple[int, LayerKind]
 
 
 def _communication(config: RunConfig, sizes: Activations) -> int:
-    parallel, D = config.parallel, config.model.hidden_size
+    parallel = config.parallel
     gathered = sizes.sizes.stream if parallel.tensor > 1 else 0
-    dispatched = 2 * sizes.sizes.routed * D * sizes.width if parallel.expert > 1 else 0
+    dispatched = 2 * sizes.sizes.routed * config.model.routed_size * sizes.width if parallel.expert > 1 else 0
     streams = 2 * sizes.sent() if parallel.pipeline > 1 else 0
     return gathered + dispatched + streams

@@ -341,6 +341,11 @@ class ModelConfig(Section):
         return self.mup.base_width or self.hidden_size
 
     @property
+    def routed_size(self) -> int:
+        """Return the width of tokens on the way to the experts and back."""
+        return self.latent_size or self.hidden_size
+
+    @property
     def base(self) -> "ModelConfig":
         """Return the base model of a width transfer; it has as many attention heads unless explicit ones are fewer."""
         inner = ("expert_hidden_size", "shared_expert_hidden_size", "latent_size", "mlp_hidden_size")

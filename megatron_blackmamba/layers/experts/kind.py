@@ -173,7 +173,7 @@ class Experts(LayerKind):
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int]:
     """Return D, E, W, F."""
-    return model.hidden_size, model.experts, model.latent_size or model.hidden_size, model.expert_hidden_size or 0
+    return model.hidden_size, model.experts, model.routed_size, model.expert_hidden_size or 0
 
 
 def expert_weight(expert: int, linear: int) -> str:
