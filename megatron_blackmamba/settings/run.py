@@ -368,6 +368,6 @@ def _unequal_micro_batches(key: str, global_batch: int, micro_batch: int) -> str
     more = next(size for size in range(min(micro_batch, global_batch), global_batch + 1) if global_batch % size == 0)
     works = " or ".join(f"training.micro_batch={size}" for size in dict.fromkeys((less, more)))
     return (
-        f"{key}={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}. With several"
-        " data-parallel ranks it must be a multiple of their number times that."
+        f"{key}={global_batch} is not a multiple of training.micro_batch={micro_batch}. Use {works}. On N"
+        " data-parallel ranks it must be a multiple of N × training.micro_batch."
     )

@@ -90,7 +90,8 @@ def read(folder: Path) -> Canonical:
     tokenizer = folder / "tokenizer.json"
     entries = files.read(folder, (files.SAFETENSORS, files.TORCH))
     unread = tuple(name for name in entries if architecture.unread and name.startswith(architecture.unread))
-    entries = {name: entry for name, entry in entries.items() if name not in unread}
+    for name in unread:
+        del entries[name]
     length = content.get(LENGTH)
     if length == UNBOUNDED and not any(kind.rotates(config) for kind in kinds_in(config.pattern)):
         length = None
