@@ -43,7 +43,7 @@ SHOWN = ("model", "size", "validation loss", "bits per byte", "training loss", "
 
 @dataclass(frozen=True)
 class Report:
-    """What the points of a study say."""
+    """A study's points in sentences, tables and charts."""
 
     said: Sequence[str | rich.table.Table]
     """Lines and tables for the terminal."""

@@ -18,7 +18,7 @@ AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp"
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank reads of a batch."""
+    """The part of a batch that a rank reads."""
 
     micro_batches: list[Sequence[int]]
     here: slice

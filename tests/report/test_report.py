@@ -182,6 +182,13 @@ def test_runs_without_events_show_their_notes(make_run):
     assert "(MFU)" in text and "Layer 1, over training" in text and "<dt>validation loss</dt><dd>2.500</dd>" in text
 
 
+@pytest.mark.parametrize("steps", [1, 30])
+def test_one_loss_has_no_interval(make_run, steps):
+    text = write_report(make_run(90, [record(step) for step in range(1, 1 + steps)])).read_text()
+    (said,) = re.findall("Training loss .*? over the last [^;.]*", text)
+    assert ("±" in said) == (steps > 1) and "nan" not in said
+
+
 @pytest.mark.parametrize("sources, drawn", [(["one"], 0), (["one", "two"], 1)])
 def test_losses_by_source_need_two_sources(make_run, sources, drawn):
     text = write_report(make_run(60, [record(step, sources) for step in range(1, 61)])).read_text()

@@ -1,4 +1,4 @@
-"""What a layer of experts costs, for plans."""
+"""The cost of a layer of experts, for plans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The experts of one rank, as two stacked weights, behind megatron-core's token dispatchers.
 
 Expert parallelism splits the first axis. Expert tensor parallelism splits the hidden units of each expert, for gate and
-up alike. fc1 therefore has a separate axis for the two: [E, 2, F, D], gate first, or [E, 1, F, D] without a gate.
+up alike. So fc1 has a separate axis for the two: [E, 2, F, D], gate first. Without a gate it is [E, 1, F, D].
 
 Shapes: T tokens sent to this rank's experts, sorted by expert, D their width (model.latent_size or the model's), E
 experts of this rank, F hidden units of this rank.
