@@ -73,7 +73,7 @@ def test_agrees_with_float64_in_values_and_gradients(B, L, H, K, V, by_channel, 
 def test_segments_of_several_chunks_agree_with_float64(by_channel, monkeypatch):
     tensors, reset = problem(L=9 * chunked.CHUNK + 5, by_channel=by_channel, reset="some")
     monkeypatch.setitem(chunked.NUMBERS, "cpu", 3 * chunked.CHUNK * tensors["k"][:, 0].numel())
-    assert len(chunked._segments(chunked.Inputs(*(tensors[name] for name in TOKENS)))) == 4
+    assert len(chunked.segments(chunked.Inputs(*(tensors[name] for name in TOKENS)))) == 4
     expected = values_and_gradients(tensors, reset, "float64")
     assert_close(values_and_gradients(tensors, reset, "chunked"), expected, tolerance=1e-5)
 
