@@ -22,6 +22,7 @@ from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import with_channels_contiguous
 from megatron_blackmamba.ops.triton_support import GRID
 
+LEVELS = CHUNK.bit_length() - 1
 TAKES = Takes("cuda", UP_TO_FP32)
 WIDEST = 128
 """Key channels of a head that the kernels take at most."""
@@ -83,8 +84,8 @@ class _Segment:
         heads, keys, values = (self.batch, self.chunks, self.H), (CHUNK, self.K), (CHUNK, self.V)
         self.new = q.new_empty
         fp32 = {"dtype": torch.float32}
-        self.inverse, self.read = self.new(2, *heads, CHUNK, CHUNK, **fp32).unbind()
-        self.since, self.erased, self.kept = self.new(3, *heads, *keys, **fp32).unbind()
+        self.inverse, self.read, left = self.new(3, *heads, CHUNK, CHUNK, **fp32).unbind()
+        self.since, self.erased, self.kept, of_e = self.new(4, *heads, *keys, **fp32).unbind()
         own, self.changes = self.new(2, *heads, *values, **fp32).unbind()
         self.total, self.states = self.new(*heads, D, **fp32), self.new(*heads, self.K, self.V, **fp32)
         self.end = torch.empty_like(start_BHKV)
@@ -92,15 +93,21 @@ class _Segment:
         self.decays = {"D": D, "BY_CHANNEL": D > 1}
         self.block_k, self.block_v = (min(BLOCK, _block(size)) for size in (self.K, self.V))
         self.reset = q if inputs.reset_BL is None else inputs.reset_BL.contiguous().view(torch.uint8)
-        self.each = {"LEVELS": CHUNK.bit_length() - 1, "HAS_RESET": inputs.reset_BL is not None}
-        triton_forward.prepare[(self.chunks, self.batch, self.H)](
-            *self.tokens, self.reset, self.inverse, self.read, self.since, self.erased, self.kept, own, self.total,
-            self.length, *_strides(*self.tokens), self.chunks, **self.sizes, **self.decays, **self.each,
-            BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=8,
+        self.each = {"LEVELS": LEVELS, "HAS_RESET": inputs.reset_BL is not None}
+        q, k, erase, written, log_decay = self.tokens
+        for x, met, since in ((erase, left, of_e), (q, self.read, self.since)):
+            triton_forward.meet[(self.chunks, self.batch, self.H)](
+                x, k, log_decay, self.reset, met, since, self.kept, self.total,
+                self.length, *_strides(x, k, log_decay), self.chunks,
+                H=self.H, K=self.K, T=CHUNK, **self.decays, **self.each, BLOCK_K=self.block_k, KEEP=x is q, num_warps=4,
+            )  # fmt: skip
+        triton_forward.solve[(self.chunks, self.batch, self.H)](
+            left, of_e, written, self.inverse, self.erased, own, self.length, *_strides(written), self.chunks,
+            **self.sizes, LEVELS=LEVELS, BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=4,
         )  # fmt: skip
         triton_forward.pass_states[(self.H * triton.cdiv(self.V, self.block_v), self.batch)](
             self.erased, self.kept, own, self.total, start_BHKV, self.states, self.changes, self.end, self.chunks,
-            **self.sizes, **self.decays, BLOCK_K=_block(self.K), BLOCK_V=self.block_v, num_warps=8,
+            **self.sizes, **self.decays, BLOCK_K=_block(self.K), BLOCK_V=self.block_v, num_warps=4,
         )  # fmt: skip
 
     def outputs(self, y_BLHV: Tensor) -> Tensor:
@@ -122,24 +129,29 @@ class _Segment:
         dy_at = (self.length, *_strides(dy))
         triton_backward.pass_gradients[(self.H * triton.cdiv(self.V, self.block_v), self.batch)](
             self.read, self.since, self.erased, self.kept, self.total, dy, dend, dends, dchanges, dstart, *dy_at,
-            self.chunks, **self.sizes, **self.decays, BLOCK_K=_block(self.K), BLOCK_V=self.block_v, num_warps=8,
+            self.chunks, **self.sizes, **self.decays, BLOCK_K=_block(self.K), BLOCK_V=self.block_v, num_warps=4,
         )  # fmt: skip
         triton_backward.of_values[(self.chunks, self.batch, self.H)](
             self.inverse, self.changes, dchanges, dy, dsolved, dleft, dread, dwritten, *dy_at, *_strides(dwritten),
-            self.chunks, H=self.H, V=self.V, T=CHUNK, BLOCK_V=self.block_v, num_warps=8,
+            self.chunks, H=self.H, V=self.V, T=CHUNK, BLOCK_V=self.block_v, num_warps=4,
         )  # fmt: skip
         blocks = triton.cdiv(self.K, self.block_k)
-        parts = ddecay[None]
-        if not self.decays["BY_CHANNEL"]:
-            parts = self.new(blocks, *ddecay.shape, dtype=torch.float32)
-        triton_backward.of_keys[(self.chunks, self.batch, self.H * blocks)](
-            q, k, erase, log_decay, self.reset, self.states, dends, self.changes, dsolved, dleft, dread, dy,
-            dq, dk, derase, parts, self.length, *_strides(q, k, erase, log_decay, dy, dq, dk, derase),
-            *parts.stride()[:4], self.chunks, **self.sizes, **self.decays, **self.each,
-            BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=8,
+        dtotal = self.new(self.batch, self.chunks, self.H, self.K, dtype=torch.float32)
+        triton_backward.of_states[(self.chunks, self.batch, self.H * blocks)](
+            self.states, dends, self.changes, dsolved, dy, self.since, self.erased, self.kept, dtotal, *dy_at,
+            self.chunks, **self.sizes, BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=4,
         )  # fmt: skip
-        if not self.decays["BY_CHANNEL"]:
-            ddecay.copy_(parts.sum(0))
+        by_channel = self.decays["BY_CHANNEL"]
+        dks = self.new(2, *dk.shape, dtype=torch.float32)
+        ddecays = self.new(2, 1 if by_channel else blocks, *ddecay.shape, dtype=torch.float32)
+        for x, dmet, since, dx, part in ((erase, dleft, self.erased, derase, 0), (q, dread, self.since, dq, 1)):
+            triton_backward.of_met[(self.chunks, self.batch, self.H * blocks)](
+                x, k, log_decay, self.reset, dmet, since, self.kept, dtotal, dx, dks[part], ddecays[part],
+                self.length, *_strides(x, k, log_decay, dx, dks[part]), *ddecays[part].stride()[:4], self.chunks,
+                H=self.H, K=self.K, T=CHUNK, **self.decays, **self.each, BLOCK_K=self.block_k, KEEP=x is q, num_warps=4,
+            )  # fmt: skip
+        dk.copy_(dks.sum(0))
+        ddecay.copy_(ddecays.sum((0, 1)))
         return dstart
 
 

@@ -57,127 +57,169 @@ def load_steps(log_decay, reset, row, stride, L, d, D: tl.constexpr, HAS_RESET: 
 
 
 @triton.jit
-def sums_of(step_TD, T: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """Return for each token the sum of steps since the start of the chunk, and that of later steps until its end."""
-    t = tl.arange(0, T)
-    since_TI = t[:, None] >= t[None, :]
+def summed(which_TI, x_IK):
+    """Multiply by a matrix of zeros and ones, as exactly as fp32 is."""
+    high_IK = (x_IK.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)  # what TF32 holds
+    which_TI = which_TI.to(tl.float32)
+    return tl.dot(which_TI, high_IK, input_precision="tf32") + tl.dot(which_TI, x_IK - high_IK, input_precision="tf32")
+
+
+@triton.jit
+def channels_of(c, BY_CHANNEL: tl.constexpr):
+    """Return the decays of key channels."""
     if BY_CHANNEL:
-        since_TD = product(since_TI.to(tl.float32), step_TD)
-        until_TD = product((t[:, None] < t[None, :]).to(tl.float32), step_TD)
+        found = c
     else:
-        step_1I = tl.trans(step_TD)
-        since_TD = tl.sum(tl.where(since_TI, step_1I, 0.0), 1)[:, None]
-        until_TD = tl.sum(tl.where(since_TI, 0.0, step_1I), 1)[:, None]
-    return since_TD, until_TD
+        found = tl.arange(0, 1)
+    return found
+
+
+@triton.jit
+def total(which_TI, step_TD, BY_CHANNEL: tl.constexpr):
+    """Return the sum of some steps for each token."""
+    if BY_CHANNEL:
+        sum_TD = summed(which_TI, step_TD)
+    else:
+        sum_TD = tl.sum(tl.where(which_TI, tl.trans(step_TD), 0.0), 1)[:, None]
+    return sum_TD
+
+
+@triton.jit
+def since(step_TD, T: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """Return the decays since the start of the chunk."""
+    t = tl.arange(0, T)
+    return tl.exp2(total(t[:, None] >= t[None, :], step_TD, BY_CHANNEL))
+
+
+@triton.jit
+def until(step_TD, T: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """Return the decays of later tokens until the end of the chunk."""
+    t = tl.arange(0, T)
+    return tl.exp2(total(t[:, None] < t[None, :], step_TD, BY_CHANNEL))
 
 
 @triton.jit
 def decays_between(step_T1, T: tl.constexpr):
-    """Return how much of token S is left at token T by one decay a head, nothing of later tokens."""
+    """Return how much of token S is left at token T by one decay a head, nothing of later tokens.
+
+    Sums are added in float64 and split into two fp32 numbers, so that their differences are as exact as fp32 can be.
+    """
     t = tl.arange(0, T)
-    since_TI = t[:, None] >= t[None, :]
-    exponent_TS = product(since_TI.to(tl.float32), tl.where(since_TI & (t[:, None] > t[None, :]), step_T1, 0.0))
-    return tl.where(since_TI, tl.exp2(exponent_TS), 0.0)
+    exact_T1 = tl.cumsum(step_T1.to(tl.float64), 0)
+    sum_T1 = exact_T1.to(tl.float32)
+    rest_T1 = (exact_T1 - sum_T1.to(tl.float64)).to(tl.float32)
+    exponent_TS = (sum_T1 - tl.trans(sum_T1)) + (rest_T1 - tl.trans(rest_T1))
+    return tl.exp2(tl.where(t[:, None] >= t[None, :], exponent_TS, float("-inf")))
+
+
+@triton.jit
+def reach_at(level, T: tl.constexpr):
+    """Return the first and last step between each token and the border of its pair of blocks of 2^level tokens.
+
+    A token of the newer block counts its own step, one of the older block does not.
+    """
+    t = tl.arange(0, T)
+    start, newer = t >> level << level, (t >> level & 1) == 1
+    return tl.where(newer, start, t + 1), tl.where(newer, t, start + (1 << level) - 1)
 
 
 @triton.jit
 def met_at(level, T: tl.constexpr):
-    """Return which steps lie between each token and the border of its pair of blocks, and the pairs of tokens there.
+    """Return the first and last token of the older block that each token of a newer block meets; others meet none."""
+    t = tl.arange(0, T)
+    start, newer = t >> level << level, (t >> level & 1) == 1
+    return tl.where(newer, start - (1 << level), T), start - 1
 
-    A block has 2^level tokens. A token of the newer block counts its own step, one of the older block does not.
-    """
-    t, i = tl.arange(0, T)[:, None], tl.arange(0, T)[None, :]
-    newer = ((t >> level) & 1) == 1
-    reach_TI = ((t >> level) == (i >> level)) & ((i <= t) == newer)
-    pair_TS = newer & (((t >> level) - 1) == (i >> level))
-    return reach_TI, pair_TS
+
+@triton.jit
+def within(first_T, last_T, T: tl.constexpr):
+    """Return which numbers of the second dimension are between those of the first."""
+    i = tl.arange(0, T)[None, :]
+    return (i >= first_T[:, None]) & (i <= last_T[:, None])
 
 
 @triton.jit
 def inverse_of(left_TS, T: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the inverse of the unit matrix plus a strictly lower triangular one."""
+    """Return the inverse of the unit matrix plus what is below the diagonal of another."""
     t = tl.arange(0, T)
     inverse_TS = (t[:, None] == t[None, :]).to(tl.float32)
     for level in range(LEVELS):
-        _, pair_TS = met_at(level, T)
-        inverse_TS -= product(inverse_TS, product(tl.where(pair_TS, left_TS, 0.0), inverse_TS))
+        first_T, last_T = met_at(level, T)
+        met_TS = tl.where(within(first_T, last_T, T), left_TS, 0.0)
+        inverse_TS -= product(inverse_TS, product(met_TS, inverse_TS))
     return inverse_TS
 
 
 @triton.jit
-def prepare(
-    q, k, erase, written, log_decay, reset,
-    inverse_NTS, read_NTS, since_NTK, erased_NTK, kept_NTK, own_NTV, total_ND,
-    L, q_b, q_l, q_h, k_b, k_l, k_h, erase_b, erase_l, erase_h, written_b, written_l, written_h, decay_b, decay_l,
-    decay_h, chunks,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_RESET: tl.constexpr,
+def meet(
+    x, k, log_decay, reset, met_NTS, since_NTK, kept_NTK, total_ND,
+    L, x_b, x_l, x_h, k_b, k_l, k_h, decay_b, decay_l, decay_h, chunks,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_RESET: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Compute what a chunk does to any state before it.
+    """Compute what x, the q or e of a chunk, meets of its own and earlier k, and of the state before the chunk.
 
-    inverse: of the system. read: what is left of each k under the q of later tokens. since: q with the decays since
-    the start. erased: the inverse times e with these decays. kept: k with the decays until the end. own: what the
-    chunk changes in a state of zeros. total: the decays of the whole chunk.
+    met: what is left of each k under its own x and that of later tokens. since: x with the decays since the start.
+    KEEP: also compute kept, k with the decays until the end, and total, the decays of the whole chunk.
     """
     n, b, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tl.arange(0, T)
-    row = n * T + t
-    q += b * q_b + h * q_h
+    row, chunk = n * T + t, (b * chunks + n) * H + h
+    x += b * x_b + h * x_h
     k += b * k_b + h * k_h
-    erase += b * erase_b + h * erase_h
-    written += b * written_b + h * written_h
     log_decay += b * decay_b + h * decay_h
     reset += b * L
-    chunk = (b * chunks + n) * H + h
-    earlier_TS = t[:, None] > t[None, :]
-
-    left_TS, read_TS = tl.zeros((T, T), tl.float32), tl.zeros((T, T), tl.float32)
+    met_TS = tl.zeros((T, T), tl.float32)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        q_TK = load_rows(q, row, q_l, L, c, K, K % BLOCK_K == 0, tl.float32)
+        d = channels_of(c, BY_CHANNEL)
+        step_TD = load_steps(log_decay, reset, row, decay_l, L, d, D, HAS_RESET)
+        x_TK = load_rows(x, row, x_l, L, c, K, K % BLOCK_K == 0, tl.float32)
         k_TK = load_rows(k, row, k_l, L, c, K, K % BLOCK_K == 0, tl.float32)
-        e_TK = load_rows(erase, row, erase_l, L, c, K, K % BLOCK_K == 0, tl.float32)
+        store_rows(since_NTK + chunk * T * K, t, K, T, c, x_TK * since(step_TD, T, BY_CHANNEL), K)
+        if KEEP:
+            store_rows(kept_NTK + chunk * T * K, t, K, T, c, k_TK * until(step_TD, T, BY_CHANNEL), K)
+            tl.store(total_ND + chunk * D + d, tl.exp2(tl.sum(step_TD, 0)), mask=d < D)
         if BY_CHANNEL:
-            step_TK = load_steps(log_decay, reset, row, decay_l, L, c, D, HAS_RESET)
-            read_TS += tl.where(t[:, None] == t[None, :], tl.sum(q_TK * k_TK, 1)[:, None], 0.0)
+            met_TS += tl.where(t[:, None] == t[None, :], tl.sum(x_TK * k_TK, 1)[:, None], 0.0)
             for level in range(LEVELS):
-                reach_TI, pair_TS = met_at(level, T)
-                decay_TK = tl.exp2(product(reach_TI.to(tl.float32), step_TK))
-                met_KS = tl.trans(k_TK * decay_TK)
-                left_TS += tl.where(pair_TS, product(e_TK * decay_TK, met_KS), 0.0)
-                read_TS += tl.where(pair_TS, product(q_TK * decay_TK, met_KS), 0.0)
+                first_T, last_T = reach_at(level, T)
+                decay_TK = tl.exp2(summed(within(first_T, last_T, T), step_TD))
+                pair_TS = product(x_TK * decay_TK, tl.trans(k_TK * decay_TK))
+                first_T, last_T = met_at(level, T)
+                met_TS += tl.where(within(first_T, last_T, T), pair_TS, 0.0)
         else:
-            left_TS += product(e_TK, tl.trans(k_TK))
-            read_TS += product(q_TK, tl.trans(k_TK))
+            met_TS += product(x_TK, tl.trans(k_TK))
     if not BY_CHANNEL:
-        step_T1 = load_steps(log_decay, reset, row, decay_l, L, tl.arange(0, 1), D, HAS_RESET)
-        decay_TS = decays_between(step_T1, T)
-        left_TS = tl.where(earlier_TS, left_TS * decay_TS, 0.0)
-        read_TS *= decay_TS
-    store_rows(read_NTS + chunk * T * T, t, T, T, t, read_TS, T)
-    inverse_TS = inverse_of(left_TS, T, LEVELS)
-    store_rows(inverse_NTS + chunk * T * T, t, T, T, t, inverse_TS, T)
+        met_TS *= decays_between(load_steps(log_decay, reset, row, decay_l, L, tl.arange(0, 1), D, HAS_RESET), T)
+    store_rows(met_NTS + chunk * T * T, t, T, T, t, met_TS, T)
 
+
+@triton.jit
+def solve(
+    left_NTS, since_NTK, written, inverse_NTS, erased_NTK, own_NTV, L, written_b, written_l, written_h, chunks,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute what a chunk changes in any state before it.
+
+    inverse: of the system. erased: the inverse times e with the decays since the start. own: the changes of a state of
+    zeros.
+    """
+    n, b, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    t = tl.arange(0, T)
+    chunk = (b * chunks + n) * H + h
+    inverse_TS = inverse_of(load_tile(left_NTS + chunk * T * T, t, T, T, T), T, LEVELS)
+    store_rows(inverse_NTS + chunk * T * T, t, T, T, t, inverse_TS, T)
+    written += b * written_b + h * written_h
     for first in range(0, V, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
-        written_TV = load_rows(written, row, written_l, L, v, V, V % BLOCK_V == 0, tl.float32)
+        written_TV = load_rows(written, n * T + t, written_l, L, v, V, V % BLOCK_V == 0, tl.float32)
         store_rows(own_NTV + chunk * T * V, t, V, T, v, product(inverse_TS, written_TV), V)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        if BY_CHANNEL:
-            d = c
-        else:
-            d = tl.arange(0, 1)
-        step_TD = load_steps(log_decay, reset, row, decay_l, L, d, D, HAS_RESET)
-        since_TD, until_TD = sums_of(step_TD, T, BY_CHANNEL)
-        since_TD = tl.exp2(since_TD)
-        tl.store(total_ND + chunk * D + d, tl.exp2(tl.sum(step_TD, 0)), mask=d < D)
-        e_TK = load_rows(erase, row, erase_l, L, c, K, K % BLOCK_K == 0, tl.float32)
-        store_rows(erased_NTK + chunk * T * K, t, K, T, c, product(inverse_TS, e_TK * since_TD), K)
-        q_TK = load_rows(q, row, q_l, L, c, K, K % BLOCK_K == 0, tl.float32)
-        store_rows(since_NTK + chunk * T * K, t, K, T, c, q_TK * since_TD, K)
-        k_TK = load_rows(k, row, k_l, L, c, K, K % BLOCK_K == 0, tl.float32)
-        store_rows(kept_NTK + chunk * T * K, t, K, T, c, k_TK * tl.exp2(until_TD), K)
+        since_TK = load_tile(since_NTK + chunk * T * K, c, T, K, BLOCK_K)
+        store_rows(erased_NTK + chunk * T * K, t, K, T, c, product(inverse_TS, since_TK), K)
 
 
 @triton.jit
