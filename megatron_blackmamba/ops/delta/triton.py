@@ -1,14 +1,14 @@
 """The delta rule in Triton: states pass from chunk to chunk in one kernel, and chunks run in parallel in the others.
 
 Numbers of any format are multiplied as fp32. Only the inputs and the states between segments are kept for the backward
-pass, which computes the rest again. Sums over blocks of key channels are taken in a fixed order: there are no atomics.
-What comes out lies in memory as its input does, [B, L] or [L, B].
+pass, which computes the rest again. Parts of gradients are added up in a fixed order: there are no atomics. What comes
+out lies in memory as its input does, [B, L] or [L, B].
 
 Shapes: B batch, L length, N chunks, H heads, T and S tokens of a chunk, K key channels of a head, V value channels,
-D decays of a head: 1 or K, X blocks of key channels.
+D decays of a head: 1 or K.
 """
 
-from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,27 +17,26 @@ from torch import Tensor
 from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
 from megatron_blackmamba.ops.delta import triton_backward, triton_forward
 from megatron_blackmamba.ops.delta.chunked import CHUNK, cut, segments
+from megatron_blackmamba.ops.delta.costs import WIDEST
 from megatron_blackmamba.ops.delta.inputs import Inputs
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import with_channels_contiguous
 from megatron_blackmamba.ops.triton_support import GRID
 
-LEVELS = CHUNK.bit_length() - 1
 TAKES = Takes("cuda", UP_TO_FP32)
-WIDEST = 128
-"""Key channels of a head that the kernels take at most."""
-BLOCK = 32
-"""Key channels, or value channels, of a program."""
+LEVELS = CHUNK.bit_length() - 1
+BLOCK, NARROW = 32, 16
+"""Channels of a tile; and key channels of one beside which a program holds decays of each channel."""
 
 
 def unsupported(inputs: Inputs) -> str | None:
-    B, _, H, K = inputs.k_BLHK.shape
+    (B, _, H, K), V = inputs.k_BLHK.shape, inputs.written_BLHV.shape[3]
     if K > WIDEST:
         return f"heads have at most {WIDEST} key channels, not {K}"
-    if inputs.k_BLHK.numel() == 0 or inputs.written_BLHV.numel() == 0:
+    if inputs.k_BLHK.numel() == 0 or V == 0:
         return "the input is empty"
-    blocks = triton.cdiv(max(K, inputs.written_BLHV.shape[3]), BLOCK)
-    return f"at most {GRID:,} sequences, heads and blocks" if max(B, H * blocks) > GRID else None
+    programs = max(B, H * triton.cdiv(K, NARROW), H * triton.cdiv(V, NARROW))
+    return f"at most {GRID:,} sequences, or blocks of {NARROW} channels" if programs > GRID else None
 
 
 def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -68,96 +67,127 @@ class _Scan(torch.autograd.Function):
         grads = [torch.empty_like(with_channels_contiguous(x)) for x in inputs[:5]]
         for part, start in zip(reversed(segments(inputs)), reversed(ctx.starts), strict=True):
             segment = _Segment(cut(inputs, part), start)
-            dstate_BHKV = segment.gradients(dy_BLHV[:, part], dstate_BHKV, *(x[:, part] for x in grads))
+            dstate_BHKV = segment.gradients(dy_BLHV[:, part], dstate_BHKV, _Tokens(*(x[:, part] for x in grads)))
         first = inputs.initial_state_BHKV
         return *grads, None if first is None else dstate_BHKV.to(first.dtype), None
 
 
+class _Tokens(NamedTuple):
+    """Tokens of a segment, or their gradients."""
+
+    q: Tensor
+    k: Tensor
+    erase: Tensor
+    written: Tensor
+    log_decay: Tensor
+
+
 class _Segment:
-    """Some chunks of all sequences: what they do to any state, and to the one before them."""
+    """Some chunks of all sequences, with what they do to the states before them."""
 
     def __init__(self, inputs: Inputs, start_BHKV: Tensor) -> None:
-        self.tokens = [with_channels_contiguous(x) for x in inputs[:5]]
-        q, *_, written, log_decay = self.tokens
-        (self.batch, self.length, self.H, self.K), self.V, D = q.shape, written.shape[3], log_decay.shape[3]
-        self.chunks = triton.cdiv(self.length, CHUNK)
-        heads, keys, values = (self.batch, self.chunks, self.H), (CHUNK, self.K), (CHUNK, self.V)
-        self.new = q.new_empty
-        fp32 = {"dtype": torch.float32}
-        self.inverse, self.read, left = self.new(3, *heads, CHUNK, CHUNK, **fp32).unbind()
-        self.since, self.erased, self.kept, of_e = self.new(4, *heads, *keys, **fp32).unbind()
-        own, self.changes = self.new(2, *heads, *values, **fp32).unbind()
-        self.total, self.states = self.new(*heads, D, **fp32), self.new(*heads, self.K, self.V, **fp32)
-        self.end = torch.empty_like(start_BHKV)
-        self.sizes = {"H": self.H, "K": self.K, "V": self.V, "T": CHUNK}
-        self.decays = {"D": D, "BY_CHANNEL": D > 1}
-        self.block_k, self.block_v = (min(BLOCK, _block(size)) for size in (self.K, self.V))
-        self.reset = q if inputs.reset_BL is None else inputs.reset_BL.contiguous().view(torch.uint8)
-        self.each = {"LEVELS": LEVELS, "HAS_RESET": inputs.reset_BL is not None}
+        self.tokens = _Tokens(*(with_channels_contiguous(x) for x in inputs[:5]))
         q, k, erase, written, log_decay = self.tokens
-        for x, met, since in ((erase, left, of_e), (q, self.read, self.since)):
-            triton_forward.meet[(self.chunks, self.batch, self.H)](
-                x, k, log_decay, self.reset, met, since, self.kept, self.total,
-                self.length, *_strides(x, k, log_decay), self.chunks,
-                H=self.H, K=self.K, T=CHUNK, **self.decays, **self.each, BLOCK_K=self.block_k, KEEP=x is q, num_warps=4,
-            )  # fmt: skip
-        triton_forward.solve[(self.chunks, self.batch, self.H)](
-            left, of_e, written, self.inverse, self.erased, own, self.length, *_strides(written), self.chunks,
-            **self.sizes, LEVELS=LEVELS, BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=4,
+        (B, self.L, H, K), V, D = q.shape, written.shape[3], log_decay.shape[3]
+        self.chunks = triton.cdiv(self.L, CHUNK)
+        self.each, self.by_channel = (B, self.chunks, H), D > 1
+        self.sizes = {"H": H, "T": CHUNK}
+        block_k, block_v = (min(BLOCK, _block(size)) for size in (K, V))
+        self.keys, self.values = {"K": K, "BLOCK_K": block_k}, {"V": V, "BLOCK_V": block_v}
+        self.whole_keys = self.keys | {"BLOCK_K": _block(K)}
+        self.narrow_keys = self.keys | {"BLOCK_K": NARROW if self.by_channel else block_k}
+        self.decays = {"D": D, "BY_CHANNEL": self.by_channel}
+        self.reset = q if inputs.reset_BL is None else inputs.reset_BL.contiguous().view(torch.uint8)
+        self.resets = {"HAS_RESET": inputs.reset_BL is not None}
+
+        self.since, of_e, self.kept, self.erased = self.tiles(4, K)
+        left, self.read, self.inverse = self.tiles(3, CHUNK)
+        own, self.changes = self.tiles(2, V)
+        self.total, self.states = self.new(*self.each, D), self.new(*self.each, K, V)
+        self.end_BHKV = torch.empty_like(start_BHKV)
+        self.launch(
+            triton_forward.weigh, triton.cdiv(K, block_k), q, k, erase, log_decay, self.reset, self.since, of_e, self.kept, self.total, self.L,
+            *_strides(q, k, erase, log_decay), **self.keys, **self.decays, **self.resets,
         )  # fmt: skip
-        triton_forward.pass_states[(self.H * triton.cdiv(self.V, self.block_v), self.batch)](
-            self.erased, self.kept, own, self.total, start_BHKV, self.states, self.changes, self.end, self.chunks,
-            **self.sizes, **self.decays, BLOCK_K=_block(self.K), BLOCK_V=self.block_v, num_warps=4,
+        for x, met in ((erase, left), (q, self.read)):
+            self.launch(
+                triton_forward.meet, 1, x, k, log_decay, self.reset, met, self.L, *_strides(x, k, log_decay),
+                **self.narrow_keys, **self.decays, **self.resets, LEVELS=LEVELS,
+            )  # fmt: skip
+        self.launch(
+            triton_forward.solve, 1, left, of_e, written, self.inverse, self.erased, own, self.L, *_strides(written),
+            **self.keys, **self.values, LEVELS=LEVELS,
+        )  # fmt: skip
+        self.walk(
+            triton_forward.pass_states, self.erased, self.kept, own, self.total, start_BHKV, self.states, self.changes,
+            self.end_BHKV,
         )  # fmt: skip
 
     def outputs(self, y_BLHV: Tensor) -> Tensor:
         """Compute the outputs, and return the state behind the last token."""
-        triton_forward.outputs[(self.chunks, self.batch, self.H * triton.cdiv(self.V, self.block_v))](
-            self.read, self.since, self.states, self.changes, y_BLHV, self.length, *_strides(y_BLHV), self.chunks,
-            **self.sizes, BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=4,
+        self.launch(
+            triton_forward.outputs, triton.cdiv(self.values["V"], self.values["BLOCK_V"]), self.read, self.since, self.states, self.changes, y_BLHV, self.L,
+            *_strides(y_BLHV), **self.keys, **self.values,
         )  # fmt: skip
-        return self.end
+        return self.end_BHKV
 
-    def gradients(
-        self, dy: Tensor, dend: Tensor, dq: Tensor, dk: Tensor, derase: Tensor, dwritten: Tensor, ddecay: Tensor
-    ) -> Tensor:
-        """Compute the gradients of the inputs, and return that of the state before the first token."""
-        q, k, erase, _, log_decay = self.tokens
-        dstart, dends = torch.empty_like(self.end), torch.empty_like(self.states)
-        dchanges, dsolved = torch.empty_like(self.changes), torch.empty_like(self.changes)
-        dleft, dread = torch.empty_like(self.inverse), torch.empty_like(self.inverse)
-        dy_at = (self.length, *_strides(dy))
-        triton_backward.pass_gradients[(self.H * triton.cdiv(self.V, self.block_v), self.batch)](
-            self.read, self.since, self.erased, self.kept, self.total, dy, dend, dends, dchanges, dstart, *dy_at,
-            self.chunks, **self.sizes, **self.decays, BLOCK_K=_block(self.K), BLOCK_V=self.block_v, num_warps=4,
+    def gradients(self, dy: Tensor, dend_BHKV: Tensor, grads: _Tokens) -> Tensor:
+        """Compute the gradients of the tokens, and return that of the state before the first."""
+        (q, k, erase, _, log_decay), K, V = self.tokens, self.keys["K"], self.values["V"]
+        dstart_BHKV, dends = torch.empty_like(dend_BHKV), torch.empty_like(self.states)
+        dchanges, dsolved = self.tiles(2, V)
+        dleft, dread = self.tiles(2, CHUNK)
+        self.walk(
+            triton_backward.pass_gradients, self.read, self.since, self.erased, self.kept, self.total, dy, dend_BHKV,
+            dends, dchanges, dstart_BHKV, self.L, *_strides(dy),
         )  # fmt: skip
-        triton_backward.of_values[(self.chunks, self.batch, self.H)](
-            self.inverse, self.changes, dchanges, dy, dsolved, dleft, dread, dwritten, *dy_at, *_strides(dwritten),
-            self.chunks, H=self.H, V=self.V, T=CHUNK, BLOCK_V=self.block_v, num_warps=4,
+        self.launch(
+            triton_backward.of_values, 1, self.inverse, self.changes, dchanges, dy, dsolved, dleft, dread,
+            grads.written, self.L, *_strides(dy, grads.written), **self.values,
         )  # fmt: skip
-        blocks = triton.cdiv(self.K, self.block_k)
-        dtotal = self.new(self.batch, self.chunks, self.H, self.K, dtype=torch.float32)
-        triton_backward.of_states[(self.chunks, self.batch, self.H * blocks)](
-            self.states, dends, self.changes, dsolved, dy, self.since, self.erased, self.kept, dtotal, *dy_at,
-            self.chunks, **self.sizes, BLOCK_K=self.block_k, BLOCK_V=self.block_v, num_warps=4,
+
+        blocks = triton.cdiv(K, self.keys["BLOCK_K"])
+        dq, de = self.tiles(2, K)
+        dks = self.new(3, *k.shape)
+        ddecays = self.new(3, 1 if self.by_channel else blocks, *log_decay.shape)
+        self.launch(
+            triton_backward.of_states, blocks, q, k, erase, log_decay, self.reset, self.states, dends, self.changes,
+            dsolved, dy, dq, de, dks[2], ddecays[2], self.L, *_strides(q, k, erase, log_decay, dy, dks[2]),
+            *ddecays.stride()[1:5], **self.keys, **self.values, **self.decays, **self.resets,
         )  # fmt: skip
-        by_channel = self.decays["BY_CHANNEL"]
-        dks = self.new(2, *dk.shape, dtype=torch.float32)
-        ddecays = self.new(2, 1 if by_channel else blocks, *ddecay.shape, dtype=torch.float32)
-        for x, dmet, since, dx, part in ((erase, dleft, self.erased, derase, 0), (q, dread, self.since, dq, 1)):
-            triton_backward.of_met[(self.chunks, self.batch, self.H * blocks)](
-                x, k, log_decay, self.reset, dmet, since, self.kept, dtotal, dx, dks[part], ddecays[part],
-                self.length, *_strides(x, k, log_decay, dx, dks[part]), *ddecays[part].stride()[:4], self.chunks,
-                H=self.H, K=self.K, T=CHUNK, **self.decays, **self.each, BLOCK_K=self.block_k, KEEP=x is q, num_warps=4,
+        blocks = triton.cdiv(K, self.narrow_keys["BLOCK_K"])
+        for part, (x, dmet, through_states, dx) in enumerate(((erase, dleft, de, grads.erase), (q, dread, dq, grads.q))):
+            self.launch(
+                triton_backward.of_met, blocks, x, k, log_decay, self.reset, dmet, through_states, dx, dks[part],
+                ddecays[part], self.L, *_strides(x, k, log_decay, dx, dks[part]), *ddecays.stride()[1:5],
+                **self.narrow_keys, **self.decays, **self.resets, LEVELS=LEVELS,
             )  # fmt: skip
-        dk.copy_(dks.sum(0))
-        ddecay.copy_(ddecays.sum((0, 1)))
-        return dstart
+        grads.k.copy_(dks.sum(0))
+        grads.log_decay.copy_(ddecays.sum((0, 1)))
+        return dstart_BHKV
+
+    def launch(self, kernel: Any, blocks: int, *arguments: Any, **constants: Any) -> None:
+        """Launch programs for each chunk, sequence, head and block of channels."""
+        B, N, H = self.each
+        kernel[(N, B, H * blocks)](*arguments, N, **self.sizes, **constants, num_warps=4)
+
+    def walk(self, kernel: Any, *arguments: Any) -> None:
+        """Launch programs that walk over all chunks of a head, for each block of value channels."""
+        B, N, H = self.each
+        grid = (H * triton.cdiv(self.values["V"], self.values["BLOCK_V"]), B)
+        kernel[grid](*arguments, N, **self.sizes, **self.whole_keys, **self.values, **self.decays, num_warps=4)
+
+    def tiles(self, count: int, width: int) -> tuple[Tensor, ...]:
+        """Return uninitialised tensors with a matrix for each chunk."""
+        return self.new(count, *self.each, CHUNK, width).unbind()
+
+    def new(self, *shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.float32, device=self.reset.device)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     """Return the strides of sequences, tokens and heads."""
-    return list(chain.from_iterable(x.stride()[:3] for x in tensors))
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def _block(size: int) -> int:

@@ -139,29 +139,57 @@ def within(first_T, last_T, T: tl.constexpr):
 
 
 @triton.jit
+def load_met(met_TS, level, T: tl.constexpr):
+    """Load the numbers of pairs of tokens that meet at a level, zeros for all others. Registers hold one level."""
+    t = tl.arange(0, T)
+    first_T, last_T = met_at(level, T)
+    return tl.load(met_TS + t[:, None] * T + t[None, :], mask=within(first_T, last_T, T), other=0.0)
+
+
+@triton.jit
 def inverse_of(left_TS, T: tl.constexpr, LEVELS: tl.constexpr):
-    """Return the inverse of the unit matrix plus what is below the diagonal of another."""
+    """Return the inverse of the unit matrix plus what is below the diagonal of a matrix in memory."""
     t = tl.arange(0, T)
     inverse_TS = (t[:, None] == t[None, :]).to(tl.float32)
     for level in range(LEVELS):
-        first_T, last_T = met_at(level, T)
-        met_TS = tl.where(within(first_T, last_T, T), left_TS, 0.0)
-        inverse_TS -= product(inverse_TS, product(met_TS, inverse_TS))
+        inverse_TS -= product(inverse_TS, product(load_met(left_TS, level, T), inverse_TS))
     return inverse_TS
 
 
 @triton.jit
-def meet(
-    x, k, log_decay, reset, met_NTS, since_NTK, kept_NTK, total_ND,
-    L, x_b, x_l, x_h, k_b, k_l, k_h, decay_b, decay_l, decay_h, chunks,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_RESET: tl.constexpr, KEEP: tl.constexpr,
+def weigh(
+    q, k, erase, log_decay, reset, since_NTK, of_e_NTK, kept_NTK, total_ND,
+    L, q_b, q_l, q_h, k_b, k_l, k_h, erase_b, erase_l, erase_h, decay_b, decay_l, decay_h, chunks,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_RESET: tl.constexpr,
 ):  # fmt: skip
-    """Compute what x, the q or e of a chunk, meets of its own and earlier k, and of the state before the chunk.
+    """Compute what meets states: q and e with the decays since the start of a chunk, k with those until its end.
 
-    met: what is left of each k under its own x and that of later tokens. since: x with the decays since the start.
-    KEEP: also compute kept, k with the decays until the end, and total, the decays of the whole chunk.
+    total: the decays of the whole chunk.
     """
+    blocks: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h, c = (tl.program_id(2) // blocks).to(tl.int64), tl.program_id(2) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    t, d = tl.arange(0, T), channels_of(c, BY_CHANNEL)
+    row, chunk = n * T + t, (b * chunks + n) * H + h
+    step_TD = load_steps(log_decay + b * decay_b + h * decay_h, reset + b * L, row, decay_l, L, d, D, HAS_RESET)
+    since_TD = since(step_TD, T, BY_CHANNEL)
+    q_TK = load_rows(q + b * q_b + h * q_h, row, q_l, L, c, K, K % BLOCK_K == 0, tl.float32)
+    store_rows(since_NTK + chunk * T * K, t, K, T, c, q_TK * since_TD, K)
+    e_TK = load_rows(erase + b * erase_b + h * erase_h, row, erase_l, L, c, K, K % BLOCK_K == 0, tl.float32)
+    store_rows(of_e_NTK + chunk * T * K, t, K, T, c, e_TK * since_TD, K)
+    k_TK = load_rows(k + b * k_b + h * k_h, row, k_l, L, c, K, K % BLOCK_K == 0, tl.float32)
+    store_rows(kept_NTK + chunk * T * K, t, K, T, c, k_TK * until(step_TD, T, BY_CHANNEL), K)
+    tl.store(total_ND + chunk * D + d, tl.exp2(tl.sum(step_TD, 0)), mask=d < D)
+
+
+@triton.jit
+def meet(
+    x, k, log_decay, reset, met_NTS, L, x_b, x_l, x_h, k_b, k_l, k_h, decay_b, decay_l, decay_h, chunks,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_RESET: tl.constexpr,
+):  # fmt: skip
+    """Compute what is left of each k of a chunk under its own x, q or e, and under that of later tokens."""
     n, b, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tl.arange(0, T)
     row, chunk = n * T + t, (b * chunks + n) * H + h
@@ -169,35 +197,32 @@ def meet(
     k += b * k_b + h * k_h
     log_decay += b * decay_b + h * decay_h
     reset += b * L
-    met_TS = tl.zeros((T, T), tl.float32)
+    met_TS, own_T = tl.zeros((T, T), tl.float32), tl.zeros((T,), tl.float32)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        d = channels_of(c, BY_CHANNEL)
-        step_TD = load_steps(log_decay, reset, row, decay_l, L, d, D, HAS_RESET)
         x_TK = load_rows(x, row, x_l, L, c, K, K % BLOCK_K == 0, tl.float32)
         k_TK = load_rows(k, row, k_l, L, c, K, K % BLOCK_K == 0, tl.float32)
-        store_rows(since_NTK + chunk * T * K, t, K, T, c, x_TK * since(step_TD, T, BY_CHANNEL), K)
-        if KEEP:
-            store_rows(kept_NTK + chunk * T * K, t, K, T, c, k_TK * until(step_TD, T, BY_CHANNEL), K)
-            tl.store(total_ND + chunk * D + d, tl.exp2(tl.sum(step_TD, 0)), mask=d < D)
         if BY_CHANNEL:
-            met_TS += tl.where(t[:, None] == t[None, :], tl.sum(x_TK * k_TK, 1)[:, None], 0.0)
+            own_T += tl.sum(x_TK * k_TK, 1)
+            step_TK = load_steps(log_decay, reset, row, decay_l, L, c, D, HAS_RESET)
             for level in range(LEVELS):
                 first_T, last_T = reach_at(level, T)
-                decay_TK = tl.exp2(summed(within(first_T, last_T, T), step_TD))
+                decay_TK = tl.exp2(summed(within(first_T, last_T, T), step_TK))
                 pair_TS = product(x_TK * decay_TK, tl.trans(k_TK * decay_TK))
                 first_T, last_T = met_at(level, T)
                 met_TS += tl.where(within(first_T, last_T, T), pair_TS, 0.0)
         else:
             met_TS += product(x_TK, tl.trans(k_TK))
-    if not BY_CHANNEL:
+    if BY_CHANNEL:
+        met_TS += tl.where(t[:, None] == t[None, :], own_T[:, None], 0.0)
+    else:
         met_TS *= decays_between(load_steps(log_decay, reset, row, decay_l, L, tl.arange(0, 1), D, HAS_RESET), T)
     store_rows(met_NTS + chunk * T * T, t, T, T, t, met_TS, T)
 
 
 @triton.jit
 def solve(
-    left_NTS, since_NTK, written, inverse_NTS, erased_NTK, own_NTV, L, written_b, written_l, written_h, chunks,
+    left_NTS, of_e_NTK, written, inverse_NTS, erased_NTK, own_NTV, L, written_b, written_l, written_h, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +234,7 @@ def solve(
     n, b, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     t = tl.arange(0, T)
     chunk = (b * chunks + n) * H + h
-    inverse_TS = inverse_of(load_tile(left_NTS + chunk * T * T, t, T, T, T), T, LEVELS)
+    inverse_TS = inverse_of(left_NTS + chunk * T * T, T, LEVELS)
     store_rows(inverse_NTS + chunk * T * T, t, T, T, t, inverse_TS, T)
     written += b * written_b + h * written_h
     for first in range(0, V, BLOCK_V):
@@ -218,8 +243,8 @@ def solve(
         store_rows(own_NTV + chunk * T * V, t, V, T, v, product(inverse_TS, written_TV), V)
     for first in range(0, K, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
-        since_TK = load_tile(since_NTK + chunk * T * K, c, T, K, BLOCK_K)
-        store_rows(erased_NTK + chunk * T * K, t, K, T, c, product(inverse_TS, since_TK), K)
+        e_TK = load_tile(of_e_NTK + chunk * T * K, c, T, K, BLOCK_K)
+        store_rows(erased_NTK + chunk * T * K, t, K, T, c, product(inverse_TS, e_TK), K)
 
 
 @triton.jit
