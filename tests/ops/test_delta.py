@@ -141,7 +141,7 @@ def test_types_of_results_follow_the_queries():
     tensors, _ = problem(state=False)
     y, state = delta(*(tensors[name].bfloat16() for name in TOKENS))
     assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
-    assert set(available_backends()) == {"chunked", "reference"}
+    assert set(available_backends()) == {"chunked", "triton", "reference"}
 
 
 @pytest.mark.parametrize("name, shape", [("log_decay", (2, 150, 3, 2)), ("erase", (2, 150, 3, 7)), ("k", (2, 9, 3, 8))])

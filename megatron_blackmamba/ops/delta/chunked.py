@@ -68,7 +68,7 @@ class _Scan(torch.autograd.Function):
 
 def segments(inputs: Inputs) -> list[slice]:
     B, L, H, K = inputs.k_BLHK.shape
-    most = NUMBERS["cuda" if inputs.k_BLHK.is_cuda else "cpu"]
+    most = NUMBERS["cpu" if inputs.k_BLHK.is_cpu else "cuda"]
     tokens = CHUNK * max(1, most // max(1, B * H * K * CHUNK))
     return [slice(a, min(a + tokens, L)) for a in range(0, L, tokens)]
 

@@ -94,7 +94,8 @@ class _Segment:
         self.sizes = {"H": H, "T": CHUNK}
         block_k, block_v = (min(BLOCK, _block(size)) for size in (K, V))
         self.keys, self.values = {"K": K, "BLOCK_K": block_k}, {"V": V, "BLOCK_V": block_v}
-        self.whole_keys = self.keys | {"BLOCK_K": _block(K)}
+        self.blocks_k, self.blocks_v = triton.cdiv(K, block_k), triton.cdiv(V, block_v)
+        self.half_keys = self.keys | {"BLOCK_K": min(WIDEST // 2, _block(K))}
         self.narrow_keys = self.keys | {"BLOCK_K": NARROW if self.by_channel else block_k}
         self.decays = {"D": D, "BY_CHANNEL": self.by_channel}
         self.reset = q if inputs.reset_BL is None else inputs.reset_BL.contiguous().view(torch.uint8)
@@ -106,7 +107,7 @@ class _Segment:
         self.total, self.states = self.new(*self.each, D), self.new(*self.each, K, V)
         self.end_BHKV = torch.empty_like(start_BHKV)
         self.launch(
-            triton_forward.weigh, triton.cdiv(K, block_k), q, k, erase, log_decay, self.reset, self.since, of_e, self.kept, self.total, self.L,
+            triton_forward.weigh, self.blocks_k, q, k, erase, log_decay, self.reset, self.since, of_e, self.kept, self.total, self.L,
             *_strides(q, k, erase, log_decay), **self.keys, **self.decays, **self.resets,
         )  # fmt: skip
         for x, met in ((erase, left), (q, self.read)):
@@ -119,14 +120,14 @@ class _Segment:
             **self.keys, **self.values, LEVELS=LEVELS,
         )  # fmt: skip
         self.walk(
-            triton_forward.pass_states, self.erased, self.kept, own, self.total, start_BHKV, self.states, self.changes,
-            self.end_BHKV,
+            triton_forward.carry_states, block_v, self.erased, self.kept, own, self.total, start_BHKV, self.states,
+            self.changes, self.end_BHKV,
         )  # fmt: skip
 
     def outputs(self, y_BLHV: Tensor) -> Tensor:
         """Compute the outputs, and return the state behind the last token."""
         self.launch(
-            triton_forward.outputs, triton.cdiv(self.values["V"], self.values["BLOCK_V"]), self.read, self.since, self.states, self.changes, y_BLHV, self.L,
+            triton_forward.read_outputs, self.blocks_v, self.read, self.since, self.states, self.changes, y_BLHV, self.L,
             *_strides(y_BLHV), **self.keys, **self.values,
         )  # fmt: skip
         return self.end_BHKV
@@ -135,10 +136,13 @@ class _Segment:
         """Compute the gradients of the tokens, and return that of the state before the first."""
         (q, k, erase, _, log_decay), K, V = self.tokens, self.keys["K"], self.values["V"]
         dstart_BHKV, dends = torch.empty_like(dend_BHKV), torch.empty_like(self.states)
-        dchanges, dsolved = self.tiles(2, V)
+        own, dchanges, dsolved = self.tiles(3, V)
         dleft, dread = self.tiles(2, CHUNK)
+        self.launch(
+            triton_backward.of_outputs, self.blocks_v, self.read, dy, own, self.L, *_strides(dy), **self.values,
+        )  # fmt: skip
         self.walk(
-            triton_backward.pass_gradients, self.read, self.since, self.erased, self.kept, self.total, dy, dend_BHKV,
+            triton_backward.carry_gradients, NARROW, self.since, self.erased, self.kept, own, self.total, dy, dend_BHKV,
             dends, dchanges, dstart_BHKV, self.L, *_strides(dy),
         )  # fmt: skip
         self.launch(
@@ -146,12 +150,11 @@ class _Segment:
             grads.written, self.L, *_strides(dy, grads.written), **self.values,
         )  # fmt: skip
 
-        blocks = triton.cdiv(K, self.keys["BLOCK_K"])
         dq, de = self.tiles(2, K)
         dks = self.new(3, *k.shape)
-        ddecays = self.new(3, 1 if self.by_channel else blocks, *log_decay.shape)
+        ddecays = self.new(3, 1 if self.by_channel else self.blocks_k, *log_decay.shape)
         self.launch(
-            triton_backward.of_states, blocks, q, k, erase, log_decay, self.reset, self.states, dends, self.changes,
+            triton_backward.of_states, self.blocks_k, q, k, erase, log_decay, self.reset, self.states, dends, self.changes,
             dsolved, dy, dq, de, dks[2], ddecays[2], self.L, *_strides(q, k, erase, log_decay, dy, dks[2]),
             *ddecays.stride()[1:5], **self.keys, **self.values, **self.decays, **self.resets,
         )  # fmt: skip
@@ -171,11 +174,11 @@ class _Segment:
         B, N, H = self.each
         kernel[(N, B, H * blocks)](*arguments, N, **self.sizes, **constants, num_warps=4)
 
-    def walk(self, kernel: Any, *arguments: Any) -> None:
+    def walk(self, kernel: Any, block_v: int, *arguments: Any) -> None:
         """Launch programs that walk over all chunks of a head, for each block of value channels."""
-        B, N, H = self.each
-        grid = (H * triton.cdiv(self.values["V"], self.values["BLOCK_V"]), B)
-        kernel[grid](*arguments, N, **self.sizes, **self.whole_keys, **self.values, **self.decays, num_warps=4)
+        (B, N, H), V = self.each, self.values["V"]
+        sizes = self.sizes | self.half_keys | self.decays | {"V": V, "BLOCK_V": block_v}
+        kernel[(H * triton.cdiv(V, block_v), B)](*arguments, N, **sizes, num_warps=4, num_stages=1)
 
     def tiles(self, count: int, width: int) -> tuple[Tensor, ...]:
         """Return uninitialised tensors with a matrix for each chunk."""

@@ -30,8 +30,23 @@ from megatron_blackmamba.ops.triton_math import load_rows, product
 
 
 @triton.jit
-def pass_gradients(
-    read_NTS, since_NTK, erased_NTK, kept_NTK, total_ND, dy, dend_KV, dends_NKV, dchanges_NTV, dstart_KV,
+def of_outputs(
+    read_NTS, dy, own_NTV, L, dy_b, dy_l, dy_h, chunks,
+    H: tl.constexpr, V: tl.constexpr, T: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Compute what the outputs of a chunk add to the gradients of what it changes."""
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    n, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h, v = (tl.program_id(2) // blocks).to(tl.int64), tl.program_id(2) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    t, chunk = tl.arange(0, T), (b * chunks + n) * H + h
+    dy_TV = load_rows(dy + b * dy_b + h * dy_h, n * T + t, dy_l, L, v, V, V % BLOCK_V == 0, tl.float32)
+    own_TV = product(tl.trans(load_tile(read_NTS + chunk * T * T, t, T, T, T)), dy_TV)
+    store_rows(own_NTV + chunk * T * V, t, V, T, v, own_TV, V)
+
+
+@triton.jit
+def carry_gradients(
+    since_NTK, erased_NTK, kept_NTK, own_NTV, total_ND, dy, dend_KV, dends_NKV, dchanges_NTV, dstart_KV,
     L, dy_b, dy_l, dy_h, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr,
@@ -39,20 +54,32 @@ def pass_gradients(
     """Walk back over the chunks of a head; save the gradients of the state behind each and of what each changes."""
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     b, h = tl.program_id(1).to(tl.int64), (tl.program_id(0) // blocks).to(tl.int64)
-    c, v, t = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, T)
+    v, t, c = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, T), tl.arange(0, BLOCK_K)
+    more = BLOCK_K + c
     dstate_KV = load_state(dend_KV + (b * H + h) * K * V, c, v, K, V)
+    if K > BLOCK_K:
+        dmore_KV = load_state(dend_KV + (b * H + h) * K * V, more, v, K, V)
     for step in range(chunks):
         n = tl.cast(chunks - 1 - step, tl.int64)
         chunk = (b * chunks + n) * H + h
+        since, erased, kept = since_NTK + chunk * T * K, erased_NTK + chunk * T * K, kept_NTK + chunk * T * K
         store_state(dends_NKV + chunk * K * V, c, v, dstate_KV, K, V)
         dy_TV = load_rows(dy + b * dy_b + h * dy_h, n * T + t, dy_l, L, v, V, V % BLOCK_V == 0, tl.float32)
-        dchange_TV = product(tl.trans(load_tile(read_NTS + chunk * T * T, t, T, T, T)), dy_TV)
-        dchange_TV += product(load_tile(kept_NTK + chunk * T * K, c, T, K, BLOCK_K), dstate_KV)
+        dchange_TV = load_tile(own_NTV + chunk * T * V, v, T, V, BLOCK_V)
+        dchange_TV += product(load_tile(kept, c, T, K, BLOCK_K), dstate_KV)
+        if K > BLOCK_K:
+            store_state(dends_NKV + chunk * K * V, more, v, dmore_KV, K, V)
+            dchange_TV += product(load_tile(kept, more, T, K, BLOCK_K), dmore_KV)
+            dmore_KV = load_total(total_ND + chunk * D, more, D, BY_CHANNEL) * dmore_KV
+            dmore_KV += product(tl.trans(load_tile(since, more, T, K, BLOCK_K)), dy_TV)
+            dmore_KV -= product(tl.trans(load_tile(erased, more, T, K, BLOCK_K)), dchange_TV)
         store_rows(dchanges_NTV + chunk * T * V, t, V, T, v, dchange_TV, V)
         dstate_KV = load_total(total_ND + chunk * D, c, D, BY_CHANNEL) * dstate_KV
-        dstate_KV += product(tl.trans(load_tile(since_NTK + chunk * T * K, c, T, K, BLOCK_K)), dy_TV)
-        dstate_KV -= product(tl.trans(load_tile(erased_NTK + chunk * T * K, c, T, K, BLOCK_K)), dchange_TV)
+        dstate_KV += product(tl.trans(load_tile(since, c, T, K, BLOCK_K)), dy_TV)
+        dstate_KV -= product(tl.trans(load_tile(erased, c, T, K, BLOCK_K)), dchange_TV)
     store_state(dstart_KV + (b * H + h) * K * V, c, v, dstate_KV, K, V)
+    if K > BLOCK_K:
+        store_state(dstart_KV + (b * H + h) * K * V, more, v, dmore_KV, K, V)
 
 
 @triton.jit

@@ -254,30 +254,43 @@ def load_total(total_ND, c, D: tl.constexpr, BY_CHANNEL: tl.constexpr):
 
 
 @triton.jit
-def pass_states(
+def carry_states(
     erased_NTK, kept_NTK, own_NTV, total_ND, start_KV, states_NKV, changes_NTV, end_KV, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, T: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the chunks of a head, and save the state before each and what each changes."""
+    """Walk over the chunks of a head, and save the state before each and what each changes.
+
+    The state is in registers: one block of key channels, or two.
+    """
     blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     b, h = tl.program_id(1).to(tl.int64), (tl.program_id(0) // blocks).to(tl.int64)
-    c, v, t = tl.arange(0, BLOCK_K), tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, T)
+    v, t, c = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, T), tl.arange(0, BLOCK_K)
+    more = BLOCK_K + c
     state_KV = load_state(start_KV + (b * H + h) * K * V, c, v, K, V)
+    if K > BLOCK_K:
+        more_KV = load_state(start_KV + (b * H + h) * K * V, more, v, K, V)
     for n in range(chunks):
         chunk = (b * chunks + n) * H + h
+        erased, kept, total_D = erased_NTK + chunk * T * K, kept_NTK + chunk * T * K, total_ND + chunk * D
         store_state(states_NKV + chunk * K * V, c, v, state_KV, K, V)
         change_TV = load_tile(own_NTV + chunk * T * V, v, T, V, BLOCK_V)
-        change_TV -= product(load_tile(erased_NTK + chunk * T * K, c, T, K, BLOCK_K), state_KV)
+        change_TV -= product(load_tile(erased, c, T, K, BLOCK_K), state_KV)
+        if K > BLOCK_K:
+            store_state(states_NKV + chunk * K * V, more, v, more_KV, K, V)
+            change_TV -= product(load_tile(erased, more, T, K, BLOCK_K), more_KV)
+            more_KV = load_total(total_D, more, D, BY_CHANNEL) * more_KV
+            more_KV += product(tl.trans(load_tile(kept, more, T, K, BLOCK_K)), change_TV)
         store_rows(changes_NTV + chunk * T * V, t, V, T, v, change_TV, V)
-        kept_TK = load_tile(kept_NTK + chunk * T * K, c, T, K, BLOCK_K)
-        state_KV = load_total(total_ND + chunk * D, c, D, BY_CHANNEL) * state_KV
-        state_KV += product(tl.trans(kept_TK), change_TV)
+        state_KV = load_total(total_D, c, D, BY_CHANNEL) * state_KV
+        state_KV += product(tl.trans(load_tile(kept, c, T, K, BLOCK_K)), change_TV)
     store_state(end_KV + (b * H + h) * K * V, c, v, state_KV, K, V)
+    if K > BLOCK_K:
+        store_state(end_KV + (b * H + h) * K * V, more, v, more_KV, K, V)
 
 
 @triton.jit
-def outputs(
+def read_outputs(
     read_NTS, since_NTK, states_NKV, changes_NTV, y, L, y_b, y_l, y_h, chunks,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
