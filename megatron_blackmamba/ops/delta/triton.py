@@ -107,8 +107,8 @@ class _Segment:
         self.total, self.states = self.new(*self.each, D), self.new(*self.each, K, V)
         self.end_BHKV = torch.empty_like(start_BHKV)
         self.launch(
-            triton_forward.weigh, self.blocks_k, q, k, erase, log_decay, self.reset, self.since, of_e, self.kept, self.total, self.L,
-            *_strides(q, k, erase, log_decay), **self.keys, **self.decays, **self.resets,
+            triton_forward.weigh, self.blocks_k, q, k, erase, log_decay, self.reset, self.since, of_e, self.kept,
+            self.total, self.L, *_strides(q, k, erase, log_decay), **self.keys, **self.decays, **self.resets,
         )  # fmt: skip
         for x, met in ((erase, left), (q, self.read)):
             self.launch(
@@ -127,8 +127,8 @@ class _Segment:
     def outputs(self, y_BLHV: Tensor) -> Tensor:
         """Compute the outputs, and return the state behind the last token."""
         self.launch(
-            triton_forward.read_outputs, self.blocks_v, self.read, self.since, self.states, self.changes, y_BLHV, self.L,
-            *_strides(y_BLHV), **self.keys, **self.values,
+            triton_forward.read_outputs, self.blocks_v, self.read, self.since, self.states, self.changes, y_BLHV,
+            self.L, *_strides(y_BLHV), **self.keys, **self.values,
         )  # fmt: skip
         return self.end_BHKV
 
@@ -154,12 +154,14 @@ class _Segment:
         dks = self.new(3, *k.shape)
         ddecays = self.new(3, 1 if self.by_channel else self.blocks_k, *log_decay.shape)
         self.launch(
-            triton_backward.of_states, self.blocks_k, q, k, erase, log_decay, self.reset, self.states, dends, self.changes,
-            dsolved, dy, dq, de, dks[2], ddecays[2], self.L, *_strides(q, k, erase, log_decay, dy, dks[2]),
+            triton_backward.of_states, self.blocks_k, q, k, erase, log_decay, self.reset, self.states, dends,
+            self.changes, dsolved, dy, dq, de, dks[2], ddecays[2], self.L, *_strides(q, k, erase, log_decay, dy, dks[2]),
             *ddecays.stride()[1:5], **self.keys, **self.values, **self.decays, **self.resets,
         )  # fmt: skip
         blocks = triton.cdiv(K, self.narrow_keys["BLOCK_K"])
-        for part, (x, dmet, through_states, dx) in enumerate(((erase, dleft, de, grads.erase), (q, dread, dq, grads.q))):
+        for part, (x, dmet, through_states, dx) in enumerate(
+            ((erase, dleft, de, grads.erase), (q, dread, dq, grads.q))
+        ):
             self.launch(
                 triton_backward.of_met, blocks, x, k, log_decay, self.reset, dmet, through_states, dx, dks[part],
                 ddecays[part], self.L, *_strides(x, k, log_decay, dx, dks[part]), *ddecays.stride()[1:5],

@@ -1,7 +1,7 @@
 """Triton kernels of the delta rule's gradients: states in reverse, and what belongs to values and to keys.
 
-All terms of a step's gradient are added, none subtracted: what a pair of tokens contributes counts for the steps between
-the two.
+All terms of a step's gradient are added, none subtracted: what a pair of tokens contributes counts for the steps
+between the two.
 
 Shapes: B batch, L length, N chunks, H heads, T and S tokens of a chunk, I steps of a chunk, K key channels of a head,
 V value channels, D decays of a head: 1 or K.
@@ -13,8 +13,8 @@ import triton.language as tl
 from megatron_blackmamba.ops.delta.triton_forward import (
     channels_of,
     decays_between,
-    load_state,
     load_met,
+    load_state,
     load_steps,
     load_tile,
     load_total,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from megatron_blackmamba.ops.triton_math import FORGOTTEN, LOG2E, load_rows, narrowed, product, softplus
 
+
 @triton.jit
 def state_at(states, p, n, P: tl.constexpr, N: tl.constexpr):
     """Return pointers to a head's state, and which of them exist."""
