@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron_blackmamba.engine.parts.layers import AllToAll
 from megatron_blackmamba.ops.order import order_of
 
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
 
 @dataclass(frozen=True)
 class Order:
@@ -64,6 +66,15 @@ class SortedAllToAll(AllToAll):
     def combine_postprocess(self, y_PD: Tensor) -> Tensor:
         """Return the sum of each token's outputs."""
         return self.order.sum(y_PD).view(self.hidden_shape)
+
+
+def let_go(dispatcher: MoETokenDispatcher) -> None:
+    """Forget the weights that a dispatcher keeps: the graph of their gradients would live until the next forward pass.
+
+    A CUDA graph could not be captured meanwhile, since the graph that lives belongs to another stream.
+    """
+    kept = [name for name, x in vars(dispatcher).items() if isinstance(x, Tensor) and x.requires_grad]
+    vars(dispatcher).update(dict.fromkeys(kept))
 
 
 class _Gather(torch.autograd.Function):
