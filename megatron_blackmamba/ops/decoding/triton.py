@@ -240,8 +240,8 @@ class ExpertsStep(Step):
             tiling=how["gated"], TOKENS=how["gated"].tokens, GELU=self.gelu, **shared, **inner,
         )  # fmt: skip
         launch(
-            rows.add_expert_rows, (cdiv(D, how["down"].rows), E), self.fc2_EDF, hidden_BF, stream_BD, expert_B, factor_B,
-            B, tiling=how["down"], TOKENS=how["down"].tokens, **shared, **outer,
+            rows.add_expert_rows, (cdiv(D, how["down"].rows), E), self.fc2_EDF, hidden_BF, stream_BD, expert_B,
+            factor_B, B, tiling=how["down"], TOKENS=how["down"].tokens, **shared, **outer,
         )  # fmt: skip
 
 
