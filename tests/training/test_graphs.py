@@ -14,6 +14,7 @@ import torch
 from megatron_blackmamba import layers, routers
 from megatron_blackmamba.engine.parts.accumulation import Accumulation
 from megatron_blackmamba.ops.fp32_linear import fp32_linear
+from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.training.step import graphs
 from tests.gpu import graph_pieces
 from tests.model.conftest import place
@@ -257,5 +258,5 @@ def test_cpus_capture_nothing(place, tmp_path):
 def test_runs_that_cannot_be_captured_say_why(words, processes, reason):
     from megatron_blackmamba.config import load
 
-    why = graphs.why_not(load("tiny", list(words)), processes)
+    why = layout.why_no_graph(load("tiny", list(words)), processes)
     assert reason in why and bool(why) == bool(reason)

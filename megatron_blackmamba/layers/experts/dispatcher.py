@@ -13,8 +13,6 @@ from torch import Tensor
 from megatron_blackmamba.engine.parts.layers import AllToAll
 from megatron_blackmamba.ops.order import order_of
 
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-
 
 @dataclass(frozen=True)
 class Order:
@@ -68,7 +66,7 @@ class SortedAllToAll(AllToAll):
         return self.order.sum(y_PD).view(self.hidden_shape)
 
 
-def let_go(dispatcher: MoETokenDispatcher) -> None:
+def let_go(dispatcher: object) -> None:
     """Forget the weights that a dispatcher keeps: the graph of their gradients would live until the next forward pass.
 
     A CUDA graph could not be captured meanwhile, since the graph that lives belongs to another stream.
