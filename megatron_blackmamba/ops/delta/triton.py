@@ -155,7 +155,8 @@ class _Segment:
         ddecays = self.new(3, 1 if self.by_channel else self.blocks_k, *log_decay.shape)
         self.launch(
             triton_backward.of_states, self.blocks_k, q, k, erase, log_decay, self.reset, self.states, dends,
-            self.changes, dsolved, dy, dq, de, dks[2], ddecays[2], self.L, *_strides(q, k, erase, log_decay, dy, dks[2]),
+            self.changes, dsolved, dy, dq, de, dks[2], ddecays[2], self.L,
+            *_strides(q, k, erase, log_decay, dy, dks[2]),
             *ddecays.stride()[1:5], **self.keys, **self.values, **self.decays, **self.resets,
         )  # fmt: skip
         blocks = triton.cdiv(K, self.narrow_keys["BLOCK_K"])
