@@ -74,7 +74,7 @@ def test_plan_of_mamba2_knows_backend_of_its_scan(ssd, kernels):
 
 
 @pytest.mark.parametrize("variant", ["gdn", "kda"])
-def test_plan_of_delta_rule_knows_backend_of_its_scan(variant):
+def test_plan_of_delta_rule_knows_its_backend(variant):
     """Six kernels forward; backward the first five again, six for gradients, and sums of parts."""
     works = {}
     for backend in ("auto", "chunked", "triton"):
