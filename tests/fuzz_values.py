@@ -184,5 +184,6 @@ NOT_DRAWN = {
         (f"training.guard.{key}" for key in ("rewind_batches", "slow_ratio", "slow_steps", "hang_seconds")),
         "act on bad steps or slow ranks: tests/training/test_guard.py",
     ),
+    **dict.fromkeys(("model.extensions", "optimizer.extensions"), "of modules: tests/config/test_extensions.py"),
     "training.profile": "traces, and computes nothing else",
 }

@@ -6,12 +6,16 @@ Shapes: D model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_blackmamba.settings import ModelConfig
 
 OWN_MODULE = "megatron_blackmamba.model.norms:LastNorm"
 PREFIX = "decoder.final_layernorm."
@@ -36,4 +40,9 @@ class NormKind(Kind, ABC):
 
     @abstractmethod
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:
-        """Return the norm of the last axis of x, in training and decoding."""
+        """Return the norm of the last axis of x, in training and decoding. A kind with `settings` takes them too."""
+
+    def of(self, model: ModelConfig) -> Callable[[Tensor, tuple[Tensor, ...], float], Tensor]:
+        """Return `apply` with the values of `settings` in a model, if the kind has any."""
+        apply: Callable[..., Tensor] = self.apply
+        return partial(apply, settings=self.settings_in(model)) if self.settings else apply

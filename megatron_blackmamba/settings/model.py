@@ -290,6 +290,8 @@ class ModelConfig(Section):
     """Multi-token prediction by an extra depth."""
     mup: MupConfig = MupConfig()
     """Width transfer (µP) from a narrower base model."""
+    extensions: dict[str, dict[str, Any]] = Field({})
+    """Keys of layers, routers and norms that define their own, by the name of the kind and of the key."""
 
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":

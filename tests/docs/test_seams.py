@@ -32,6 +32,12 @@ def test_page_counts_the_files_of_each_example():
     assert rows == dict.fromkeys(EXAMPLES, "1") | {"layer kind": str(files)}
 
 
+def test_example_with_own_keys_is_shown_whole():
+    file = ROOT / "tests/routers/first_experts.py"
+    assert file.read_text() in PAGE
+    assert [path for path in CODE if re.search(r"first.?experts", path.read_text(), re.IGNORECASE)] == []
+
+
 @pytest.mark.parametrize("what", EXAMPLES)
 def test_worked_example_is_one_file(what):
     file, names = EXAMPLES[what]
