@@ -148,6 +148,14 @@ def test_ranks_of_another_layout_share_a_batch(run):
     assert places == counted
 
 
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "data"])
+def test_a_place_names_only_groups_of_several(run, axis):
+    layout = {"tensor": "tp2", "context": "cp2", "pipeline": "pp2", "data": "tp1"}[axis]
+    tracer = Tracer(run)
+    share = ranks.share_of(tracer.config, tracer.steps.samples_of(50), 1, ranks.parse_layout(layout), 2, 4)
+    assert share.place == {axis: 1}
+
+
 def test_ranks_have_the_micro_batch_of_their_step(run):
     """The run was resumed with another one: rank 1 of two read every second micro-batch, of 4 and then of 3 rows."""
     before, after = ranks.micro_batch_at(run, 35), ranks.micro_batch_at(run, 36)
