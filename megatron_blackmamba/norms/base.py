@@ -6,9 +6,7 @@ Shapes: D model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_blackmamba.registry import Cannot, Kind
 
@@ -42,7 +40,6 @@ class NormKind(Kind, ABC):
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:
         """Return the norm of the last axis of x, in training and decoding. A kind with `settings` takes them too."""
 
-    def of(self, model: ModelConfig) -> Callable[[Tensor, tuple[Tensor, ...], float], Tensor]:
-        """Return `apply` with the values of `settings` in a model, if the kind has any."""
-        apply: Callable[..., Tensor] = self.apply
-        return partial(apply, settings=self.settings_in(model)) if self.settings else apply
+    def own(self, model: ModelConfig) -> tuple[Any, ...]:
+        """Return the last argument of `apply`, the values of `settings`, if the kind has any."""
+        return (self.settings_in(model),) if self.settings else ()

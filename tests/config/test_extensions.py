@@ -120,7 +120,8 @@ def test_kinds_compute_with_their_values(build):
     x = torch.randn(4, 8)
     for factor in (1.0, 3.0):
         run = load("tiny", [*ALL, f"model.extensions.shifted_norm.factor={factor}"])
-        shifted = norms.kind_of("shifted_norm").of(run.model)(x, (torch.ones(8), torch.zeros(8)), 0.0)
+        norm = norms.kind_of("shifted_norm")
+        shifted = norm.apply(x, (torch.ones(8), torch.zeros(8)), 0.0, *norm.own(run.model))
         assert torch.allclose(shifted, factor * torch.nn.functional.rms_norm(x, (8,)))
     for count in (2, 5):
         model = build("model.pattern=E", "model.experts=8", ROUTER, f"{COUNT}={count}")
