@@ -43,7 +43,7 @@ def test_worked_example_is_one_file(what):
 
 
 @pytest.mark.parametrize("file", ["kind.py", "module.py"])
-def test_router_with_its_own_state_is_linked_and_unknown(file):
+def test_router_with_state_is_linked_and_unknown(file):
     assert f"(../tests/routers/levelled/{file})" in PAGE
     assert [str(path) for path in CODE if re.search("levelled", path.read_text(), re.IGNORECASE)] == []
 
