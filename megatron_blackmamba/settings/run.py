@@ -134,7 +134,7 @@ class TrainingConfig(Section):
     validate_balanced: Annotated[bool, SAME] = False
     """Measure the validation loss also with the experts balanced as in training."""
     router_every: Annotated[int, SAME] = Field(10, ge=1)
-    """Steps between logs of the experts' loads."""
+    """Steps between logs of the experts' loads and of the largest attention logits."""
     stop_after_steps: Annotated[int | None, OTHER] = Field(None, ge=1)
     """Stop the job at this step. The schedule still follows `tokens`, and the run can be resumed."""
     profile: Annotated[tuple[int, int] | None, SAME] = None
