@@ -215,7 +215,11 @@ class RouterKind(Kind, ABC):
         return None
 
     def carried(self, model: ModelConfig) -> int:
-        """Return how many numbers a token takes from one layer's router to the next."""
+        """Return how many numbers a token takes from one layer's router to the next; `logits` reads and returns them.
+
+        Pipeline stages exchange them behind the stream, and a recomputed layer begins with them. Your own call of
+        megatron-core's schedule then needs `adjust_tensor_shapes_fn`, as in training/step/step.py.
+        """
         return 0
 
     def logits(
