@@ -106,14 +106,19 @@ class Tokens:
     model: ModelConfig
     ids_T: Tensor | None = None
     """Token ids, if the kind `reads_ids`."""
-    bias_E: Tensor | None = None
-    """The bias of each expert, if the kind has it."""
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the kind's `state` names, `[E]` each."""
     groups: Mapping[str, dist.ProcessGroup | None] = field(default_factory=dict)
     """By value of model.router.scope, the ranks whose tokens are balanced together; None: this rank alone."""
     tokens_E: Tensor | None = None
     """Where `choose` adds the tokens of each expert if the kind `counts_tokens`; int64. None: nothing is counted."""
     plan_bias_E: Tensor | None = None
     """Where a kind that balances by a bias adds the one of these tokens. None: it is not wanted."""
+
+    @property
+    def bias_E(self) -> Tensor | None:
+        """Return the bias of each expert, if the kind has it."""
+        return self.state.get("expert_bias")
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -173,15 +178,21 @@ class RouterKind(Kind, ABC):
     balanced_by_exports: ClassVar[bool] = False
     """Whether the modeling files balance it in training if asked to (`balance_in_training`)."""
     state: ClassVar[tuple[str, ...]] = ()
-    """Names of fp32 buffers `[E]` that are saved, exported and zero at first. Needs a `module` that has them."""
+    """Names of fp32 buffers `[E]` that are saved and zero at first. Needs a `module` that changes them."""
+    by_adam: ClassVar[tuple[str, ...]] = ()
+    """Names of matrices in `inside` that optimizer.kind=muon leaves to Adam, as it does `weight`."""
     metrics: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Numbers that the `measured` of `module` returns, and what each says."""
 
     @classmethod
     def unanswered(cls) -> list[str]:
+        asked = [
+            name for name in ("inputs", "inside", "carried") if getattr(cls, name) is not getattr(RouterKind, name)
+        ]
+        missing = [f"logits (it defines {', '.join(asked)})"] if asked and cls.logits is RouterKind.logits else []
         if cls.module != OWN_MODULE:
-            return []
-        missing = ["choose"] if cls.choose is RouterKind.choose else []
+            return missing
+        missing += ["choose"] if cls.choose is RouterKind.choose else []
         if not cls.every_token_gets_k and "unrouted" not in cls.metrics:
             missing.append('metrics["unrouted"] (every_token_gets_k is False)')
         needed = [*cls.state, *sorted(cls.metrics.keys() - ({"unrouted"} if not cls.every_token_gets_k else set()))]
@@ -204,8 +215,38 @@ class RouterKind(Kind, ABC):
         return None
 
     def carried(self, model: ModelConfig) -> int:
-        """Return how many numbers a token takes from one layer's router to the next, `inputs.carried_SBR`."""
+        """Return how many numbers a token takes from one layer's router to the next; `logits` reads and returns them.
+
+        Pipeline stages exchange them behind the stream, and a recomputed layer begins with them. Your own call of
+        megatron-core's schedule then needs `adjust_tensor_shapes_fn`, as in training/step/step.py.
+        """
         return 0
+
+    def logits(
+        self, hidden_D: Tensor, weights: Mapping[str, Tensor], carried_R: Tensor | None, model: ModelConfig
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logits of tokens, and the numbers that the next layer's router reads; in training and decoding.
+
+        Args:
+            hidden_D: Hidden states in full precision; tokens are the axes before the last.
+            weights: In full precision, by name: those of `inside`, "weight", and "bias" if it has one.
+            carried_R: The numbers of the layer of experts before; None: it is the first, or there are none.
+        """
+        from torch.nn.functional import linear
+
+        if not self.learned:
+            return hidden_D.new_zeros(*hidden_D.shape[:-1], model.experts), None
+        return linear(hidden_D, weights["weight"], weights.get("bias")), None
+
+    @property
+    def is_linear(self) -> bool:
+        """Return whether the logits are those of one linear, or zero."""
+        return type(self).logits is RouterKind.logits
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether one linear and `use` are all of it, as in kernels and in the modeling files' usual class."""
+        return self.learned and self.is_linear and type(self).selecting is RouterKind.selecting
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of megatron-core's TransformerConfig that this kind sets."""
@@ -231,11 +272,11 @@ class RouterKind(Kind, ABC):
         """Return True where every layout balances the same tokens together, so that all have one loss curve."""
 
     def exported(self, model: ModelConfig) -> bool | Cannot:
-        """Return whether exports and decoding serve a model trained with this kind; exports need a class in hf/.
+        """Return whether exports serve a model trained with this kind; a kind with a class of its own in hf/ says True.
 
-        The class there for all kinds routes as `use` says.
+        The class there for all kinds has one linear, routes as `use` says, and keeps no state but the bias.
         """
-        if type(self).selecting is RouterKind.selecting:
+        if self.is_plain and self.state == (("expert_bias",) if self.use(model).biased else ()):
             return True
         return Cannot(f"the modeling files have no class for model.router.kind={self.name}")
 

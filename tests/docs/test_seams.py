@@ -48,6 +48,12 @@ def test_worked_example_is_one_file(what):
     assert known == []
 
 
+@pytest.mark.parametrize("file", ["kind.py", "module.py"])
+def test_router_with_state_is_linked_and_unknown(file):
+    assert f"(../tests/routers/levelled/{file})" in PAGE
+    assert [str(path) for path in CODE if re.search("levelled", path.read_text(), re.IGNORECASE)] == []
+
+
 @pytest.mark.parametrize("what", ["layer kind", "router", "optimizer"])
 def test_example_is_light_and_stands_alone(what):
     file, _ = EXAMPLES[what]

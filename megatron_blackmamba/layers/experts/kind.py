@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.layers.base import Cannot, Division, LayerKind
-from megatron_blackmamba.layers.decoding import Decoding
 from megatron_blackmamba.layers.mlp import kind as mlp
 from megatron_blackmamba.layers.rows import Stack, Weight, whole
 
@@ -44,7 +43,6 @@ class Experts(LayerKind):
     widens = True
     routed = True
     recompute = frozenset({"layers", "experts"})
-    by_adam = ("router.weight", "router.down", "router.first", "router.second")
     writes_to_residual = ("fc2", "linear_fc2.weight", "latent_up.weight")
     released = True
     entry = "a number of experts"
@@ -53,6 +51,10 @@ class Experts(LayerKind):
     @property
     def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]
         return routers.states()
+
+    @property
+    def by_adam(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("router.weight", *(f"router.{name}" for kind in routers.all_kinds() for name in kind.by_adam))
 
     def problems(self, model: ModelConfig) -> list[str]:
         router = routers.kind_of(model.router.kind)
@@ -166,10 +168,6 @@ class Experts(LayerKind):
         }
         return fields | {"router": router, "gated": content.get("gated", True)}
 
-    def decoding(self, model: ModelConfig) -> Decoding | Cannot:
-        exported = self.exported(model)
-        return exported if isinstance(exported, Cannot) else super().decoding(model)
-
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int]:
     """Return D, E, W, F."""
@@ -180,13 +178,10 @@ def expert_weight(expert: int, linear: int) -> str:
     return f"local_experts.{expert}.linear_fc{linear}.weight"
 
 
-def is_papers(model: ModelConfig) -> bool:
-    """Return whether the layer is the paper's: one gated expert a token, scaled by the sigmoid of its logit."""
-    return is_simple(model) and use_of(model) == routers.Use("sigmoid")
-
-
 def is_simple(model: ModelConfig) -> bool:
-    """Return whether the layer is one gated expert a token and nothing else, whichever the router."""
+    """Return whether the layer is a plain router and one gated expert a token, and nothing else."""
+    if not routers.kind_of(model.router.kind).is_plain:
+        return False
     gated = model.gated and model.activation in ("silu", "gelu")
     return gated and model.top_k == 1 and not model.shared_expert_hidden_size and not model.latent_size
 

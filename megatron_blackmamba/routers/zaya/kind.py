@@ -10,6 +10,7 @@ Shapes: E experts, R numbers that pass from layer to layer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megatron_blackmamba.costs import BOOL, FP32, Sizes
@@ -32,6 +33,7 @@ class Zaya(RouterKind):
     balances_micro_batches = False
     module = f"{__package__}.module:ZayaRouter"
     state = ("expert_bias", "bias_mean", "bias_square", "bias_steps")
+    by_adam = ("down", "first", "second")
     metrics = BIAS_METRICS
 
     def inputs(self, model: ModelConfig) -> int:
@@ -55,6 +57,16 @@ class Zaya(RouterKind):
             torch.randn(shape, generator=random) * shape[-1] ** -0.5 if name in ("first", "second", "weight") else None
         )
 
+    def logits(
+        self, hidden_D: Tensor, weights: Mapping[str, Tensor], carried_R: Tensor | None, model: ModelConfig
+    ) -> tuple[Tensor, Tensor]:
+        from torch.nn.functional import linear
+
+        from megatron_blackmamba.routers.zaya.arithmetic import logits_and_state
+
+        down_R = linear(hidden_D, weights["down"], weights["down_bias"])
+        return logits_and_state(down_R, carried_R, weights, model.norm_eps)
+
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         return largest(self.selecting(logits_TE, at), at.model.top_k)
 
@@ -62,6 +74,9 @@ class Zaya(RouterKind):
         return Use("softmax", biased=True, scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool:
+        return True
+
+    def exported(self, model: ModelConfig) -> bool:
         return True
 
     def flops(self, model: ModelConfig) -> int:
