@@ -99,6 +99,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.multipliers.logits": ("2",),
     "model.mtp.pattern": ("M", "S", "E", "*"),
     "model.mtp.loss": ("0.3",),
+    "model.mtp.reads": ("norm",),
     "model.mup.base_width": ("16", "8"),
     "model.mup.base_heads": ("2",),
     "kernels.dispatcher": ("allgather",),

@@ -208,6 +208,9 @@ class MtpConfig(Section):
     """Layers of the extra depth, as letters that model.pattern has too. null: no extra depth."""
     loss: Annotated[float, LOSS_WEIGHT] = Field(0.1, gt=0)
     """Weight of its loss (DeepSeek-V3: 0.3, later 0.1)."""
+    reads: Literal["stream", "norm"] = "stream"
+    """stream: the extra depth reads the residual stream behind the last layer. norm: what the last norm makes of it, as
+    in Nemotron 3."""
 
 
 class ModelConfig(Section):
@@ -305,6 +308,8 @@ class ModelConfig(Section):
             raise ValueError(
                 "model.residual_scaling: the extra depth of model.mtp.pattern has none. Leave one of them out"
             )
+        if self.mtp.reads != "stream" and not self.mtp.pattern:
+            raise ValueError(f"model.mtp.reads={self.mtp.reads} needs an extra depth: set model.mtp.pattern")
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
         if self.mup.base_heads and not self.mup.base_width:

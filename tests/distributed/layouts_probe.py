@@ -173,6 +173,8 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "ahead_dp2": (2, AHEAD),
     "ahead_ep2": (2, [*AHEAD, "parallel.expert=2", "training.recompute=layers"]),
     "ahead_tp2": (2, [*AHEAD, "parallel.tensor=2"]),
+    "ahead_norm_solo": (1, [*AHEAD, "model.mtp.reads=norm"]),
+    "ahead_norm_tp2_ep2": (4, [*AHEAD, "model.mtp.reads=norm", "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_solo": (1, ATTENTIVE),
     "attentive_tp2_ep2": (4, [*ATTENTIVE, "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),

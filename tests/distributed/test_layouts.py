@@ -99,7 +99,7 @@ def test_z_losses_match_one_process(runs, name):
 
 @pytest.mark.parametrize("name", layouts([name for name in EXACT if name.startswith("ahead")]))
 def test_losses_of_the_extra_depth_match_one_process(runs, name):
-    assert furthest(runs[name]["mtp_losses"], runs["ahead_solo"]["mtp_losses"]) < 1e-10
+    assert furthest(runs[name]["mtp_losses"], runs[alone(name)]["mtp_losses"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", layouts(["fp32_ep2", "fp32_cp2"]))

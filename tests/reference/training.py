@@ -33,6 +33,7 @@ class Recipe:
     logit_softcap: float | None = None
     extra: str = ""
     """Letters of the extra depth."""
+    extra_reads: str = "stream"
     extra_loss: float = 0.0
     rate: float = 3e-3
     decay: float = 0.1
@@ -93,6 +94,7 @@ class Plain:
     def _extra(self, stream_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
         """Return the mean loss of the token after the next one; a sequence's last token has none and counts as 0."""
         w, recipe, name = self.weights, self.recipe, "extra_depth."
+        stream_BSD = _last_norm(w, stream_BSD) if recipe.extra_reads == "norm" else stream_BSD
         embedding_VD = w["embedding.word_embeddings.weight"]
         embedded_BSD = _rms(recipe.embedding * embedding_VD[labels_BS], w[name + "embedding_norm.weight"])
         both_BSC = torch.cat([embedded_BSD, _rms(stream_BSD, w[name + "hidden_norm.weight"])], -1)
@@ -190,13 +192,16 @@ def logits_of(
     """Return the logits, of each router the mean squared log-sum of its logits, and the stream before the last norm."""
     embedding_VD = w["embedding.word_embeddings.weight"]
     x_BSD, routers = _layers(w, recipe, recipe.pattern, "decoder.", recipe.embedding * embedding_VD[tokens_BS], biases)
-    stream_BSD = x_BSD
+    logits_BSV = _last_norm(w, x_BSD) @ embedding_VD.T / recipe.logits
+    cap = recipe.logit_softcap
+    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers, x_BSD
+
+
+def _last_norm(w: dict[str, Tensor], x_BSD: Tensor) -> Tensor:
     mean = x_BSD.mean(-1, keepdim=True)
     variance = ((x_BSD - mean) ** 2).mean(-1, keepdim=True)
     x_BSD = (x_BSD - mean) / (variance + EPS).sqrt() * w["decoder.final_layernorm.weight"]
-    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T / recipe.logits
-    cap = recipe.logit_softcap
-    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers, stream_BSD
+    return x_BSD + w["decoder.final_layernorm.bias"]
 
 
 def _rms(x: Tensor, weight: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
     "latent experts": ("*EE", "softmax", [*WIDTH, "model.router.aux_loss=0", "model.latent_size=12"]),
     "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
+    "extra depth behind the norm": ("ME", "sinkhorn", ["model.mtp.pattern=M", "model.mtp.reads=norm", *LOSSES]),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
     "losses alone": ("ME", "sinkhorn", LOSSES),
@@ -57,6 +58,7 @@ EVERYDAY = (
     "width",
     "latent experts",
     "extra depth",
+    "extra depth behind the norm",
     "all, sinkhorn",
     "all, softmax",
     "Mamba-3",
@@ -79,6 +81,7 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         router_z_loss=run.model.router.z_loss,
         extra=run.model.mtp.pattern or "",
         extra_loss=run.model.mtp.loss,
+        extra_reads=run.model.mtp.reads,
         **({**MULTIPLIERS, "factors": FACTORS} if run.model.mup.base_width else {}),
     )
     recipe.bias_rate, recipe.residual = run.model.router.bias_update_rate, run.model.multipliers.residual
