@@ -64,6 +64,7 @@ class Router(nn.Linear):
         self.balanced, self.bias_on_logits = config.balance_in_training, config.router_bias_on_logits
         options = (config.router_options or {}).items()
         self.plan_options = {name: value for name, value in options if name in ("iterations", "temperature", "start")}
+        self.groups, self.group_top_k = ((config.router_options or {}).get(key, 1) for key in ("groups", "group_top_k"))
         bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
         self.register_buffer("expert_bias", bias)  # transformers loads it in this dtype
 
@@ -85,9 +86,17 @@ class Router(nn.Linear):
 
     def selecting(self, logits_TE: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
-        if self.expert_bias is None:
-            return logits_TE
-        return (logits_TE if self.bias_on_logits else self.scored(logits_TE)) + self.expert_bias
+        numbers_TE = logits_TE
+        if self.expert_bias is not None:
+            numbers_TE = (logits_TE if self.bias_on_logits else self.scored(logits_TE)) + self.expert_bias
+        if self.groups == 1:
+            return numbers_TE
+        by_logits = self.expert_bias is not None or (self.scores == "softmax" and self.normalized)
+        added_TGE = (numbers_TE if by_logits else self.scored(logits_TE)).unflatten(-1, (self.groups, -1))
+        groups_TG = added_TGE.topk(self.top_k // self.group_top_k, dim=-1).values.sum(-1)
+        inside_TG = torch.zeros_like(groups_TG, dtype=torch.bool)
+        inside_TG.scatter_(-1, groups_TG.topk(self.group_top_k, dim=-1).indices, True)
+        return numbers_TE.masked_fill(~inside_TG.repeat_interleave(added_TGE.shape[-1], -1), float("-inf"))
 
     def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""

@@ -23,6 +23,8 @@ def update_expert_bias(model: nn.Module) -> None:
             reminder.steps = 0
         if isinstance(module, BiasRouter):
             module.end_batch()
+        elif isinstance(module, TopKRouter) and module.expert_bias is None:
+            module.reset_global_aux_loss_tracker()
         elif isinstance(module, TopKRouter) and module.expert_bias is not None:
             tokens_E, rate = module.local_tokens_per_expert, module.config.moe_router_bias_update_rate
             module.expert_bias.copy_(get_updated_expert_bias(tokens_E, module.expert_bias, rate))

@@ -199,6 +199,15 @@ class MegatronRouter(_Counted, TopKRouter):
     def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         return self.with_z_loss(super().gating(hidden_SBD))
 
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Make up for the data-parallel ranks: megatron-core divides a batch's loss by their number, twice."""
+        ranks = self.tp_dp_cp_group.size() // self.tp_cp_group.size() if aux_loss_type == "global_aux_loss" else 1
+        coefficient: float = super().get_aux_loss_coeff(aux_loss_type)
+        return coefficient * ranks
+
+    def begin_batch(self) -> None:
+        self.reset_global_aux_loss_tracker()
+
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         weights_TE, chosen_TE = super().forward(hidden_SBD)
         if (counter_E := self.counter_E) is not None:

@@ -36,11 +36,17 @@ class RouterConfig(Section):
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
     start: Annotated[Literal["balanced", "uniform"], FIXED_IN_RUN] = "balanced"
     """balanced: the paper's initial values, with each expert normalised over the tokens. uniform: the textbook's."""
-    scope: Literal["rank", "tensor", "data"] = "tensor"
-    """Ranks whose tokens sinkhorn and expert_choice balance together. rank: each rank alone. tensor: the tensor- and
-    context-parallel ranks, which share sequences. data: also the data-parallel group."""
+    scope: Literal["rank", "tensor", "data", "sequence"] = "tensor"
+    """Ranks whose tokens sinkhorn and expert_choice balance together, or the softmax router's loss. rank: each rank
+    alone. tensor: the tensor- and context-parallel ranks, which share sequences. data: also the data-parallel group;
+    the softmax router's loss then counts the step's micro-batches so far. sequence, of softmax: each sequence."""
     aux_loss: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss of the softmax router."""
+    groups: int = Field(1, ge=1, le=2**16)
+    """Equal groups of experts, of softmax and expert_bias: each token chooses among the experts of group_top_k groups.
+    1: among all."""
+    group_top_k: int = Field(1, ge=1)
+    """Groups of a token: those whose top_k / group_top_k best experts have the largest sum of scores."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Amount by which expert_bias changes the bias of an expert after each step; of zaya, its Adam's learning rate."""
     hidden_size: int = Field(256, gt=0, le=WIDEST)

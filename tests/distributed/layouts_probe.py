@@ -58,6 +58,18 @@ FP32 = ["training.precision=fp32"]
 ROUTERS = {  # two experts a token, and one for all
     "sinkhorn": ["model.shared_expert_hidden_size=64"],
     "softmax": ["model.router.kind=softmax"],
+    "softmax_sequence": ["model.router.kind=softmax", "model.router.aux_loss=0.5", "model.router.scope=sequence"],
+    "softmax_groups": [
+        "model.router.kind=softmax",
+        "model.router.aux_loss=0.5",
+        "model.router.groups=4",
+        "model.router.group_top_k=2",
+    ],
+    "expert_bias_groups": [
+        "model.router.kind=expert_bias",
+        "model.router.bias_update_rate=0.02",
+        "model.router.groups=4",
+    ],
     "expert_bias": ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.02"],
     "expert_choice": ["model.router.kind=expert_choice"],
 }
@@ -90,6 +102,7 @@ NEMOTRON = [  # no size is another one divided
 LATENT = [*NEMOTRON, "model.pattern=SEEE", "model.latent_size=20", "model.eod_reset=397"]
 MIXTRAL = [*TRANSFORMER_MOE, "model.final_norm=rms", "model.top_k=2", "model.router.kind=softmax"]
 MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.activation=relu2"]
+WHOLE = ["model.router.kind=softmax", "model.top_k=2", "model.router.aux_loss=0.5", "model.router.scope=data"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2", "zaya_solo", "zaya_pp2_tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
@@ -169,6 +182,10 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "stable_pp2": (2, [*STABLE, "parallel.pipeline=2", "training.recompute=layers"]),
     "stable_ep2": (2, [*STABLE, "parallel.expert=2"]),
     "stable_cp2": (2, [*STABLE, "parallel.context=2"]),
+    "whole_solo": (1, WHOLE),
+    "whole_tp2_cp2": (4, [*WHOLE, "parallel.tensor=2", "parallel.context=2"]),
+    "whole_pp2": (2, [*WHOLE, "parallel.pipeline=2", "training.recompute=layers"]),
+    "whole_ep2": (2, [*WHOLE, "parallel.expert=2", "training.micro_batch=1"]),  # the same micro-batches, in two halves
     "ahead_solo": (1, AHEAD),
     "ahead_dp2": (2, AHEAD),
     "ahead_ep2": (2, [*AHEAD, "parallel.expert=2", "training.recompute=layers"]),

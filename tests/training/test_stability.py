@@ -30,6 +30,8 @@ FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1"
 FACTORS |= {"latent_down.weight": (1 / 8, 4.0), "latent_up.weight": (1 / 8, 4.0)}
 FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 ZAYA = ["model.router.hidden_size=12", "model.router.bias_update_rate=0.03"]
+BALANCE = ["model.router.aux_loss=0.5", "model.top_k=2", "optimizer.learning_rate=0.01"]
+GROUPS = ["model.router.groups=4", "model.router.group_top_k=2"]
 CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
     "latent experts": ("*EE", "softmax", [*WIDTH, "model.router.aux_loss=0", "model.latent_size=12"]),
@@ -47,12 +49,18 @@ CASES = {
     "GDN-2": ("GE", "sinkhorn", ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true"]),
     "ZAYA1": ("EMEE", "zaya", ["model.residual_scaling=true", *ZAYA, "model.router.z_loss=0.03", "model.z_loss=0.02"]),
     "ZAYA1, an extra depth": ("ME", "zaya", [*ZAYA, "model.mtp.pattern=EE", "model.mtp.loss=0.3", *LOSSES]),
+    "balanced sequences": ("ME", "softmax", [*BALANCE, "model.router.scope=sequence"]),
+    "a balanced batch": ("ME", "softmax", [*BALANCE, "model.router.scope=data"]),
+    "groups of experts": ("ME", "softmax", [*BALANCE, "model.experts=8", *GROUPS]),
     "residual scaling alone": ("ME", "sinkhorn", ["model.residual_scaling=true", "model.multipliers.residual=0.4"]),
     "Mamba-3 with several inputs": ("RR", "sinkhorn", ["model.mamba3.output_norm=true", "model.mamba3.rank=3"]),
 }
 
 
 EVERYDAY = (
+    "balanced sequences",
+    "a balanced batch",
+    "groups of experts",
     "ZAYA1",
     "residual scaling alone",
     "width",
@@ -84,6 +92,9 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         extra_reads=run.model.mtp.reads,
         **({**MULTIPLIERS, "factors": FACTORS} if run.model.mup.base_width else {}),
     )
+    if router == "softmax":
+        recipe.aux_loss, recipe.scope = run.model.router.aux_loss, run.model.router.scope
+    recipe.top_k, recipe.expert_groups = run.model.top_k, (run.model.router.groups, run.model.router.group_top_k)
     recipe.bias_rate, recipe.residual = run.model.router.bias_update_rate, run.model.multipliers.residual
     plain = Plain(recipe, weights)
     random = torch.Generator().manual_seed(0)

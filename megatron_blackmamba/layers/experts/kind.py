@@ -61,7 +61,10 @@ class Experts(LayerKind):
             found.append(f"the router kind {router.name} uses a bias: its state and module must have expert_bias")
         if model.router.z_loss and not router.learned:
             found.append(f"model.router.z_loss: the router kind {router.name} has no logits. Remove the key")
-        return found + router.problems(model)
+        if "scope" in router.keys and model.router.scope not in router.scopes:
+            scopes = " or ".join(router.scopes)
+            found.append(f"model.router.scope={model.router.scope}: the router kind {router.name} has {scopes}")
+        return found + _wrong_groups(model) + router.problems(model)
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         router = routers.kind_of(model.router.kind)
@@ -174,6 +177,21 @@ class Experts(LayerKind):
 def sizes(model: ModelConfig) -> tuple[int, int, int, int]:
     """Return D, E, W, F."""
     return model.hidden_size, model.experts, model.routed_size, model.expert_hidden_size or 0
+
+
+def _wrong_groups(model: ModelConfig) -> list[str]:
+    groups, chosen = model.router.groups, model.router.group_top_k
+    if groups == 1:
+        return [] if chosen == 1 else [f"model.router.group_top_k={chosen} needs model.router.groups"]
+    if model.experts % groups:
+        return [f"model.experts={model.experts} is not divisible by model.router.groups={groups}"]
+    each = model.experts // groups
+    if chosen > groups or model.top_k % chosen or model.top_k > chosen * each:
+        return [
+            f"model.top_k={model.top_k}: from model.router.group_top_k={chosen} of {groups} groups of {each} experts,"
+            f" top_k must be a multiple of group_top_k, and at most {each} times it"
+        ]
+    return []
 
 
 def expert_weight(expert: int, linear: int) -> str:
