@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model.router.z_loss": ("0.01",),
     "model.router.bias": ("false",),
     "model.router.normalize": ("true",),
+    "model.router.skip": ("true",),
     "model.router.scale": ("2.5",),
     "model.router.gate": ("sigmoid", "softmax"),
     "model.attention.heads": ("2", "8"),

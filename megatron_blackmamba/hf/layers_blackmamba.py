@@ -119,7 +119,8 @@ class ZayaRouter(Router):
     carries = True
 
     def __init__(self, config: Any, experts: int):
-        R = (config.router_options or {}).get("hidden_size", 256)
+        options = config.router_options or {}
+        R, experts = options.get("hidden_size", 256), experts + options.get("skip", False)
         super().__init__(config, experts, inputs=R)
         self.eps = config.norm_eps
         self.down, self.down_bias = (nn.Parameter(torch.empty(shape)) for shape in ((R, config.hidden_size), (R,)))
@@ -243,8 +244,12 @@ class Experts(nn.Module):
         else:
             logits_TE = self.router(x_TD)
         weights_Tk, choice_Tk = router.choose(logits_TE, ids_BL)
+        own_Tk = choice_Tk
+        if router.carries:  # and may have a choice behind the experts, which adds nothing
+            skips_Tk = choice_Tk == len(self.local_experts)
+            weights_Tk, own_Tk = weights_Tk.masked_fill(skips_Tk, 0.0), choice_Tk.masked_fill(skips_Tk, 0)
         by, narrow_TW = self._by_all if torch.compiler.is_exporting() else self._by_choice, self.latent_down(x_TD)
-        y_TD = self.latent_up((widen(by(narrow_TW, choice_Tk)) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype))
+        y_TD = self.latent_up((widen(by(narrow_TW, own_Tk)) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype))
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(u_BLD), choice_Tk.view(*u_BLD.shape[:2], -1), carried_TR

@@ -26,7 +26,7 @@ class BiasRouter(KindRouter):
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        self.register_buffer("expert_bias", torch.zeros(self.num_experts, dtype=torch.float32, device=device.device()))
+        self.register_buffer("expert_bias", torch.zeros(self.choices, dtype=torch.float32, device=device.device()))
         self.register_buffer("gathered", self._nothing(), persistent=False)
 
     @abstractmethod

@@ -203,7 +203,7 @@ class LanguageModel(LanguageModule):
         for name, block in self.decoder.layers.named_children():
             router = getattr(block.mixer, "router", None)
             if router is not None:
-                rows[int(name)] = router.tokens_E
+                rows[int(name)] = router.tokens_E[: model.experts]  # behind them may be a choice that skips
                 counters.append(router.tokens_E)
         tokens_LE = torch.stack(rows)
         if counters:

@@ -37,18 +37,19 @@ class _Counted(Router):
         self.described = config.described
         self.kind = routers.kind_of(config.described.router.kind)
         self.use = self.kind.use(config.described)
+        self.choices = self.kind.choices(config.described)
         self.groups: dict[str, dist.ProcessGroup | None] = {}
         if self.kind.learned:
             self.bias = None
             if config.described.router.bias:
-                bias_E = empty(config.num_moe_experts, dtype=config.params_dtype)
+                bias_E = empty(self.choices, dtype=config.params_dtype)
                 self.bias = without_decay(replicated(bias_E, config.sequence_parallel))
         else:
             del self.weight
             self.register_parameter("weight", None)
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
-        self.register_buffer("tokens_E", self._counts(config.num_moe_experts), persistent=False)
+        self.register_buffer("tokens_E", self._counts(self.choices), persistent=False)
         self.z_loss = config.described.router.z_loss
         if self.z_loss:
             self.register_buffer("log_sums", self._counts(2).double(), persistent=False)  # of squares, and tokens

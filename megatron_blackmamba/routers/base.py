@@ -234,6 +234,18 @@ class RouterKind(Kind, ABC):
         """Return what the config lacks or gets wrong for this kind."""
         return []
 
+    def choices(self, model: ModelConfig) -> int:
+        """Return the number of logits: the experts, and behind them perhaps a choice that skips (model.router.skip)."""
+        return model.experts
+
+    def gets_k(self, model: ModelConfig) -> bool:
+        """Return whether experts compute `model.top_k` outputs for each token in training."""
+        return self.every_token_gets_k and self.choices(model) == model.experts
+
+    def measures(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return those of `metrics` that a model has."""
+        return self.metrics
+
     def inputs(self, model: ModelConfig) -> int:
         """Return the columns of `weight`, whose product with its input are the logits."""
         return model.hidden_size
@@ -284,7 +296,7 @@ class RouterKind(Kind, ABC):
 
     def flops(self, model: ModelConfig) -> int:
         """Return the forward FLOPs of one layer's router per token; a choice is left out."""
-        return 2 * model.hidden_size * model.experts if self.learned else 0
+        return 2 * model.hidden_size * self.choices(model) if self.learned else 0
 
     def kept(self, at: Sizes) -> int:
         """Return the bytes per token that the router keeps for the backward pass: input, logits, scores, maps."""

@@ -51,6 +51,8 @@ class RouterConfig(Section):
     """Amount by which expert_bias changes the bias of an expert after each step; of zaya, its Adam's learning rate."""
     hidden_size: int = Field(256, gt=0, le=WIDEST)
     """Width of zaya's MLP: the numbers of a token that each router hands to the next."""
+    skip: bool = False
+    """Give zaya's router one more choice, which adds nothing for the token and costs nothing."""
     z_loss: Annotated[float, LOSS_WEIGHT] = Field(0.0, ge=0)
     """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
     bias: bool = True

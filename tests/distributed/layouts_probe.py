@@ -50,6 +50,7 @@ KDA = [*DELTA, "model.delta.variant=kda", "model.delta.decay_rank=6"]
 DELTA += ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true", "model.eod_reset=397"]
 ZAYA = ["model.pattern=EMEE", "model.router.kind=zaya", "model.router.hidden_size=24", "model.residual_scaling=true"]
 ZAYA += ["model.router.bias_update_rate=0.01", "model.eod_reset=397"]
+SKIP = [*ZAYA, "model.router.skip=true"]
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP8 = [*BF16, "kernels.linear=fp8"]
@@ -165,6 +166,13 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "zaya_pp2_tp2": (4, [*ZAYA, "parallel.pipeline=2", "parallel.tensor=2", "training.recompute=layers"]),
     "zaya_pp2_ep2": (4, [*ZAYA, "parallel.pipeline=2", "parallel.expert=2"]),
     "zaya_cp2_pp2": (4, [*ZAYA, "parallel.context=2", "parallel.pipeline=2"]),
+    "zaya_skip_solo": (1, SKIP),
+    "zaya_skip_pp2_tp2": (4, [*SKIP, "parallel.pipeline=2", "parallel.tensor=2", "training.recompute=layers"]),
+    "zaya_skip_tp2_ep2": (4, [*SKIP, "parallel.tensor=2", "parallel.expert=2"]),
+    "zaya_skip_ep2": (2, [*SKIP, "parallel.expert=2", "kernels.dispatcher=allgather"]),
+    "zaya_skip_etp2": (2, [*SKIP, "parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "zaya_skip_cp4": (4, [*SKIP, "parallel.context=4"]),
+    "zaya_skip_cp2_pp2": (4, [*SKIP, "parallel.context=2", "parallel.pipeline=2", "training.recompute=experts"]),
     "zaya_parallel_solo": (1, [*ZAYA, *PARALLEL, "model.residual_scaling=false"]),
     "zaya_parallel_pp2": (2, [*ZAYA, *PARALLEL, "model.residual_scaling=false", "parallel.pipeline=2"]),
     "mimo_solo": (1, MIMO),

@@ -468,8 +468,9 @@ def _carrying(
     balance = biases.setdefault(layer, Balance(logits_TE.shape[1]))
     experts = (scores_TE.detach() + torch.tensor(balance.bias, dtype=torch.float64)).argmax(-1).tolist()
     balance.chosen += experts
+    computed = [[e] if e < len(m["experts.fc1"]) else [] for e in experts]  # behind them may be one that skips
     return (
-        _chosen(m, x_TD, scores_TE, [[e] for e in experts]).view_as(u_BSD),
+        _chosen(m, x_TD, scores_TE, computed).view_as(u_BSD),
         (logits_TE.logsumexp(-1) ** 2).mean(),
         state_TR,
     )

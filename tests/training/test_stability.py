@@ -48,6 +48,7 @@ CASES = {
     "KDA": ("GE", "softmax", ["model.router.aux_loss=0", "model.delta.variant=kda", "model.delta.decay_rank=4"]),
     "GDN-2": ("GE", "sinkhorn", ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true"]),
     "ZAYA1": ("EMEE", "zaya", ["model.residual_scaling=true", *ZAYA, "model.router.z_loss=0.03", "model.z_loss=0.02"]),
+    "ZAYA1, a choice that skips": ("EME", "zaya", [*ZAYA, "model.router.skip=true", *LOSSES]),
     "ZAYA1, an extra depth": ("ME", "zaya", [*ZAYA, "model.mtp.pattern=EE", "model.mtp.loss=0.3", *LOSSES]),
     "balanced sequences": ("ME", "softmax", [*BALANCE, "model.router.scope=sequence"]),
     "a balanced batch": ("ME", "softmax", [*BALANCE, "model.router.scope=data"]),
@@ -58,6 +59,7 @@ CASES = {
 
 
 EVERYDAY = (
+    "ZAYA1, a choice that skips",
     "balanced sequences",
     "a balanced batch",
     "groups of experts",
@@ -112,6 +114,8 @@ def test_twenty_steps_match_plain_pytorch(name, place):
             assert found.mtp_loss == pytest.approx(extra / counted, abs=1e-10)
         for layer, mean in of_routers.items():
             measured = trainable.model.decoder.layers[layer].mixer.router.measured()
+            skipped, chosen = measured.pop("skipped", (0, 1))
+            assert (skipped / chosen > 0.01) == run.model.router.skip
             assert measured.keys() - {"bias_range"} == ({"z_loss"} if with_losses else set())
             if with_losses:
                 assert measured["z_loss"][0] / measured["z_loss"][1] == pytest.approx(mean, abs=1e-10)
