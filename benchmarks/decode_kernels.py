@@ -81,7 +81,8 @@ def _part(name: str) -> str | None:
     """Return the product whose tiling a kernel has."""
     if name.endswith("head"):
         return "head"
-    return {"mamba_in": "in", "add_prod": "out", "add_expe": "out", "gated_in": "gated"}.get(name[:8])
+    down = name.startswith("add") and name.endswith("of an expert")
+    return "down" if down else {"mamba_in": "in", "add_prod": "out", "gated_in": "gated"}.get(name[:8])
 
 
 def _label(kernel: Any, constants: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ First, MODEL (blackmamba_340m_1.5b) runs alone, with as many sequences per micro
 fewer (--fewer 18 6). Then it takes turns with dense models of equal active size, or with those of --beside, all with
 the same number of sequences. A step is training/step/step.py's: gradients of one micro-batch of random tokens, then the
 update, in bf16, without data and records. Without a GPU, --sequences is required and there is no MFU.
-`--beside MODEL+kernels.cuda_graph=auto` compares with micro-batches that are one launch; two models of 1.5B
+`--beside MODEL+kernels.cuda_graph=off` compares with micro-batches that are not one launch; two models of 1.5B
 and 6 sequences fit into 80 GB.
 """
 

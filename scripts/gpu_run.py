@@ -29,7 +29,7 @@ BEHIND = 5
 """Steps after the first checkpoint at which the run is killed: those that are compared."""
 BIG = [
     *("blackmamba_1.5b", "parallel.expert=1", "training.micro_batch=18", "training.global_batch=18"),
-    *("training.steps=300", "checkpoint.every=100", "checkpoint.keep_last=1"),
+    *("training.steps=200", "checkpoint.every=100", "checkpoint.keep_last=1"),
 ]
 SMALL = ["tiny", "training.precision=bf16", "training.tokens=204800", "checkpoint.every=10"]
 SAVING_SECONDS = 20

@@ -1,7 +1,6 @@
 """The values that `tests.fuzz_resume` draws from, by key, and why it leaves the other keys alone."""
 
 AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-LETTERS = "MSRGE*-"
 EXPERTS = {"model.experts": "4", "model.expert_hidden_size": "16"}
 WIDTHS = {
     "": {
@@ -23,6 +22,7 @@ WIDTHS = {
     "-": {"model.mlp_hidden_size": "16"},
 }
 """What keeps a model small, by the letter that needs it; drawn values may stand in for these."""
+LETTERS = "".join(WIDTHS)
 FACTORS = ("0", "0.5", "2")
 GROUPS = ("embedding", "head", "norms", "router", "recurrence", "mixers", "experts")
 VALUES: dict[str, tuple[str, ...]] = {

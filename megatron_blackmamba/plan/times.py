@@ -109,6 +109,8 @@ def of_step(config: RunConfig, world_size: int, gpu: Gpu, flows: dict[str, Flow]
     """Return the time of a step; without the state, a lower bound that leaves out update and data exchange."""
     stages = config.parallel.pipeline
     slowest = max(of_stages(config, gpu), key=lambda batch: batch.total + batch.late)
+    if config.kernels.cuda_graph == "auto" and not layout.why_no_graph(config, world_size):
+        slowest = replace(slowest, launching=0.0)
     waiting = {axis: flow.seconds + flow.calls * COLLECTIVE_SECONDS for axis, flow in flows.items()}
     if state is not None:
         waiting |= _exposed(config, {axis: flows[axis].seconds for axis in DATA_AXES if axis in flows}, state, slowest)

@@ -193,6 +193,15 @@ def loses_bits(config: RunConfig, micro_batches: int) -> bool:
     return config.optimizer.gradients == "bf16" and micro_batches > MOST_IN_BF16
 
 
+def why_no_graph(config: RunConfig, world_size: int) -> str:
+    """Return why the micro-batches of a run on GPUs cannot be CUDA graphs, or an empty string."""
+    if world_size > 1:
+        return "only a process alone captures: exchanges between ranks, and measuring slow ones, need the host"
+    if config.training.recompute != "none":
+        return "training.recompute saves and restores the state of random numbers"
+    return ""
+
+
 def _micro_batch(config: RunConfig, share: int) -> int:
     """Return the largest micro-batch up to the config's that divides a rank's sequences; a larger one if needed."""
     sizes = [size for size in _divisors(share) if not loses_bits(config, share // size)]

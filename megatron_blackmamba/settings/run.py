@@ -134,7 +134,7 @@ class TrainingConfig(Section):
     validate_balanced: Annotated[bool, SAME] = False
     """Measure the validation loss also with the experts balanced as in training."""
     router_every: Annotated[int, SAME] = Field(10, ge=1)
-    """Steps between logs of the experts' loads."""
+    """Steps between logs of the experts' loads and of the largest attention logits."""
     stop_after_steps: Annotated[int | None, OTHER] = Field(None, ge=1)
     """Stop the job at this step. The schedule still follows `tokens`, and the run can be resumed."""
     profile: Annotated[tuple[int, int] | None, SAME] = None
@@ -242,9 +242,9 @@ class KernelsConfig(Section):
     ssd: Literal["auto", "reference", "chunked", "triton", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the first of triton, mamba_ssm and chunked that works here (the first two are
     unmeasured). Mamba-3 layers take chunked, or triton if it is named here."""
-    cuda_graph: Annotated[Literal["auto", "off"], SAME] = "off"
-    """Experimental: forward and backward pass of a micro-batch as one launch, a CUDA graph (auto). Only runs of one
-    process without recomputation. On the one GPU where it was tried, the capture failed; the log says why."""
+    cuda_graph: Annotated[Literal["auto", "off"], SAME] = "auto"
+    """auto: on a GPU, forward and backward pass of a micro-batch as one launch, a CUDA graph. Only runs of one process
+    without recomputation; the log says why if there is none."""
     if_missing: Literal["stop", "pytorch"] = "stop"
     """If a GPU kernel of this project cannot run on a GPU: do not start, or use PyTorch, several times slower."""
 

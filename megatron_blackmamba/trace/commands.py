@@ -68,9 +68,11 @@ def trace(
     if rank is not None:
         from megatron_blackmamba.trace import ranks
 
-        parallel = tracer.config.parallel if layout is None else ranks.parse_layout(layout)
-        rows = ranks.micro_batch_at(run, step or 0) or tracer.config.training.micro_batch
-        share = ranks.share_of(tracer.config, numbers, rank, parallel, processes or ranks.processes_of(run), rows)
+        job = ranks.job_at(run, tracer.config, step or 0)
+        parallel = job.parallel if layout is None else ranks.parse_layout(layout)
+        if (processes := processes or job.processes) is None:
+            raise TraceError(f"{run}: its events do not say how many processes it had. Add --processes N")
+        share = ranks.share_of(tracer.config, numbers, rank, parallel, processes, job.micro_batch)
         numbers = [number for number, _ in share.numbered()]
     if sample is not None:
         if sample >= len(numbers):

@@ -15,6 +15,9 @@ from megatron_blackmamba.trace.steps import TraceError
 
 AXES = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert", "etp": "expert_tensor"}
 
+CHANGE = re.compile(r"(training\.micro_batch|parallel\.\w+): \d+ from step (\d+) on, (\d+) before")
+"""As the event of a resume says it."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -39,14 +42,29 @@ class Share:
                 yield replace(piece, position=piece.position + first, first_token=piece.first_token + first, ids=ids)
 
 
-def micro_batch_at(run: Path, step: int) -> int | None:
-    """Return the micro-batch of a step before a resume that changed it; None: it is that of the run's config."""
+@dataclass(frozen=True)
+class Job:
+    """What the job that took a step says of the shares of its ranks."""
+
+    parallel: ParallelConfig
+    processes: int | None
+    micro_batch: int
+
+
+def job_at(run: Path, config: RunConfig, step: int) -> Job:
+    """Return the job that took a step: the run's config, without what later resumes changed."""
+    before: dict[str, int] = {}
+    processes = None
     for each in read_events(RunFolder(run).events):
         for change in getattr(each.event, "changes", ()):
-            found = re.match(r"training\.micro_batch: \d+ from step (\d+) on, (\d+) before", change)
-            if found and step < int(found[1]):
-                return int(found[2])
-    return None
+            found = CHANGE.match(change)
+            if found and step < int(found[2]):
+                before.setdefault(found[1], int(found[3]))
+        if each.event.step is not None and each.event.step < step:
+            processes = getattr(each.event, "processes", None) or processes
+    rows = before.pop("training.micro_batch", config.training.micro_batch)
+    sizes = {name.removeprefix("parallel."): size for name, size in before.items()}
+    return Job(config.parallel.model_copy(update=sizes), processes, rows)
 
 
 def share_of(
@@ -54,7 +72,7 @@ def share_of(
 ) -> Share:
     """Return what a rank reads of a batch in a layout, with so many rows a micro-batch; refuse an impossible layout."""
     if rank >= processes:
-        raise TraceError(f"--rank {rank}: {processes} processes have ranks 0 to {processes - 1}. Add --processes N")
+        raise TraceError(f"--rank {rank}: the last of {processes} is rank {processes - 1}. Add --processes N")
     with world.fake(parallel, processes, rank) as place:
         micro_batches = micro_batches_of(samples, rows, place.data_rank, place.data_size)
         here = place_of_part(config.data.sequence_length, place.context_rank, parallel.context)

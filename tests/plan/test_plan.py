@@ -161,7 +161,7 @@ def test_memory_refusal_names_the_given_cluster():
 def test_small_gpu_is_refused_and_recomputation_suggested(tmp_path):
     small = tmp_path / "small.yaml"
     small.write_text(yaml.safe_dump(H100.model_dump() | {"name": "small", "memory_gib": 2.57}))
-    long = ["tiny", "data.sequence_length=2048"]
+    long = ["tiny", "data.sequence_length=2048", "kernels.cuda_graph=off"]
     answer, _ = plan(*long, "--nodes", "1", "--gpus-per-node", "1", "--gpu", str(small), "--suggest")
     assert answer["layout"]["works"]
     assert not answer["layout"]["fits"]
@@ -243,6 +243,17 @@ def test_small_micro_batches_wait_for_the_host():
     assert whole == pytest.approx(9 * 0.111, rel=0.1)  # and gradients are added
     assert again > 1.3 * whole  # the second forward pass is launched too
     assert further > whole + 9 * 2 * 0.0037
+
+
+def test_launches_of_a_cuda_graph_are_never_late():
+    def late(*words):
+        config = load(
+            "blackmamba_1.5b", ["parallel.expert=1", "training.global_batch=2", "training.micro_batch=2", *words]
+        )
+        return estimate.make_plan(config, Asked(1, 1, H100)).placed.time.launching
+
+    assert late() == 0 < late("kernels.cuda_graph=off")
+    assert late("training.recompute=layers") > 0
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ but tensors. tests/gpu/test_graphs.py has the real ones.
 """
 
 import copy
+import gc
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_blackmamba import layers, routers
 from megatron_blackmamba.engine.parts.accumulation import Accumulation
 from megatron_blackmamba.ops.fp32_linear import fp32_linear
+from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.training.step import graphs
 from tests.gpu import graph_pieces
 from tests.model.conftest import place
@@ -19,6 +22,9 @@ from tests.training.short_runs import KINDS, Run
 
 pytestmark = pytest.mark.xdist_group("short_runs")
 __all__ = ["place"]
+WIDE = "model.hidden_size=128 model.mlp_hidden_size=16 model.attention.heads=4"
+OTHERS = [f"model.pattern={kind.letter}E {WIDE}" for kind in layers.all_kinds()]
+OTHERS += ["model.mtp.pattern=ME", "model.router.kind=softmax kernels.dispatcher=allgather", "model.latent_size=8"]
 LOSSES = ["model.z_loss=0.02", "model.router.z_loss=0.03", "model.mtp.pattern=ME", "model.eod_reset=0"]
 
 
@@ -93,6 +99,20 @@ def test_replayed_steps_equal_the_schedules(micro_batches, place, tmp_path, monk
     assert all(torch.equal(one, other) for one, other in zip(ours, grads, strict=True))
     assert torch.equal(replayed.weights(), run.weights())
     assert len(replayed.step.graphs.captured) == min(2, micro_batches) and told == ["a micro-batch is one launch"]
+
+
+@pytest.mark.parametrize("words", [*(f"model.router.kind={kind.name}" for kind in routers.all_kinds()), *OTHERS])
+def test_no_graph_of_gradients_outlives_a_step(words, place, tmp_path):
+    gc.collect()
+    before = graphs_alive()
+    run = Run(place, tmp_path, "bf16", *words.split())
+    run.step.gradients(run.batches())
+    assert graphs_alive() <= before
+
+
+def graphs_alive():
+    """Return the tensors whose autograd graph is kept by something, by their places."""
+    return {id(x) for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
 
 def test_failed_capture_goes_on_without_graphs(place, tmp_path, monkeypatch):
@@ -238,5 +258,5 @@ def test_cpus_capture_nothing(place, tmp_path):
 def test_runs_that_cannot_be_captured_say_why(words, processes, reason):
     from megatron_blackmamba.config import load
 
-    why = graphs.why_not(load("tiny", list(words)), processes)
+    why = layout.why_no_graph(load("tiny", list(words)), processes)
     assert reason in why and bool(why) == bool(reason)

@@ -148,10 +148,35 @@ def test_ranks_of_another_layout_share_a_batch(run):
     assert places == counted
 
 
+def test_a_step_has_the_layout_of_its_job(run, tmp_path):
+    config = Tracer(run).config
+    changes = ["parallel.tensor: 1 from step 5 on, 2 before", "parallel.tensor: 4 from step 9 on, 1 before; routes"]
+    kinds = [("started", 0, 4, None), ("resumed", 4, 2, changes[0]), ("resumed", 8, 8, changes[1])]
+    more = {"steps": 20, "sample": 0, "steps_left": 9, "tokens_per_step": 1}
+    lines = [
+        {"time": "2026-11-27T10:00:00+00:00", "step": step, "kind": kind, "processes": processes, **more}
+        | ({"changes": [change]} if change else {})
+        for kind, step, processes, change in kinds
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jobs = [ranks.job_at(tmp_path, config, step) for step in (4, 5, 8, 9)]
+    found = [(job.parallel.tensor, job.processes) for job in jobs]
+    assert found == [(2, 4), (1, 2), (1, 2), (config.parallel.tensor, 8)]
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "data"])
+def test_a_place_names_only_groups_of_several(run, axis):
+    layout = {"tensor": "tp2", "context": "cp2", "pipeline": "pp2", "data": "tp1"}[axis]
+    tracer = Tracer(run)
+    share = ranks.share_of(tracer.config, tracer.steps.samples_of(50), 1, ranks.parse_layout(layout), 2, 4)
+    assert share.place == {axis: 1}
+
+
 def test_ranks_have_the_micro_batch_of_their_step(run):
     """The run was resumed with another one: rank 1 of two read every second micro-batch, of 4 and then of 3 rows."""
-    before, after = ranks.micro_batch_at(run, 35), ranks.micro_batch_at(run, 36)
-    assert after is None and before == 4
+    config = Tracer(run).config
+    before, after = (ranks.job_at(run, config, step).micro_batch for step in (35, 36))
+    assert (before, after) == (4, config.training.micro_batch)
     words = ["data", "trace", str(run), "--step", "35", "--rank", "1", "--layout", "tp1", "--processes", "2", "--json"]
     told = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
     samples = Tracer(run).steps.samples_of(35)
@@ -174,7 +199,8 @@ def test_the_report_names_the_trace_of_a_spike(run):
         (["--step", "9999"], "step 9999 is not in metrics.jsonl, which has steps 1 to"),
         ([], "name one of --step N"),
         (["--step", "1", "--sample", "16"], "the batch has 16 samples"),
-        (["--step", "1", "--rank", "2"], "2 processes have ranks 0 to 1"),
+        (["--step", "1", "--rank", "1"], "--rank 1: the last of 1 is rank 0. Add --processes"),
+        (["--step", "50", "--rank", "2"], "--rank 2: the last of 2 is rank 1. Add --processes"),
         (["--samples", "1-2", "--rank", "0"], "name its step"),
         (["--step", "1", "--layout", "tp2"], "name it with --rank N"),
         (["--step", "1", "--rank", "0", "--layout", "dp2"], "'dp2' is none of tpN, ppN, cpN, epN, etpN"),

@@ -66,6 +66,15 @@ class SortedAllToAll(AllToAll):
         return self.order.sum(y_PD).view(self.hidden_shape)
 
 
+def let_go(dispatcher: object) -> None:
+    """Forget the weights that a dispatcher keeps: the graph of their gradients would live until the next forward pass.
+
+    A CUDA graph could not be captured meanwhile, since the graph that lives belongs to another stream.
+    """
+    kept = [name for name, x in vars(dispatcher).items() if isinstance(x, Tensor) and x.requires_grad]
+    vars(dispatcher).update(dict.fromkeys(kept))
+
+
 class _Gather(torch.autograd.Function):
     """Copy each token's row to its sorted pairs, or sum the sorted rows of each token's pairs.
 

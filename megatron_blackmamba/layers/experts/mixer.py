@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from torch import Tensor
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll
+from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll, let_go
 from megatron_blackmamba.layers.experts.grouped import GroupedExperts
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
@@ -68,4 +68,6 @@ class MoEMixer(MoELayer):
         weights, chosen = (routed.weights, routed.chosen) if self.dispatches_sorted else routed.as_map()
         sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(routed.hidden, chosen, weights))
         y_PD, _ = self.experts(*dispatcher.dispatch_postprocess(*sent))
-        return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y_PD)))
+        y_SBD = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y_PD)))
+        let_go(dispatcher)
+        return y_SBD

@@ -51,18 +51,24 @@ class Tiling:
     """Blocks of columns that are loaded ahead."""
 
 
-ONE = {"in": Tiling(32, 128, 8), "out": Tiling(8, 128, 4), "gated": Tiling(8, 256, 8), "head": Tiling(16, 128, 8)}
-"""For one sequence."""
-FEW = {"in": Tiling(32, 128, 4), "out": Tiling(16, 256, 4), "gated": Tiling(32, 64, 4), "head": Tiling(64, 128, 4)}
-"""Up to 32 sequences. Four warps share 32 rows; of 16, two would compute the same."""
+ONE = {
+    "in": Tiling(32, 128, 8), "out": Tiling(4, 128, 4), "head": Tiling(16, 128, 8),
+    "gated": Tiling(8, 256, 8), "down": Tiling(16, 128, 4),
+}  # fmt: skip
+"""For one sequence: Mamba's two products, the head, and the two of an expert. Measured on an H200."""
+FEW = {
+    "in": Tiling(32, 128, 4), "out": Tiling(16, 256, 4), "head": Tiling(64, 128, 4),
+    "gated": Tiling(32, 64, 4), "down": Tiling(32, 256, 4),
+}  # fmt: skip
+"""Up to 32 sequences; measured with eight. Four warps share 32 rows; of 16, two would compute the same."""
 SEVERAL = {
-    "in": Tiling(32, 128, 4, 32, 3), "out": Tiling(32, 128, 4, 16),
-    "gated": Tiling(32, 128, 4, 16, 3), "head": Tiling(128, 64, 4, 64),
+    "in": Tiling(32, 128, 4, 32, 3), "out": Tiling(32, 128, 4, 16), "head": Tiling(128, 64, 4, 64),
+    "gated": Tiling(32, 128, 4, 16, 3), "down": Tiling(32, 128, 4, 16),
 }  # fmt: skip
 """Up to 128 sequences."""
 MANY = {
-    "in": Tiling(32, 128, 4, 64, 3), "out": Tiling(64, 128, 4, 64, 3),
-    "gated": Tiling(64, 64, 4, 64, 3), "head": Tiling(128, 64, 8, 128),
+    "in": Tiling(32, 128, 4, 64, 3), "out": Tiling(64, 128, 4, 64, 3), "head": Tiling(128, 64, 8, 128),
+    "gated": Tiling(64, 64, 4, 64, 3), "down": Tiling(64, 128, 4, 64, 3),
 }  # fmt: skip
 """More. An expert of eight has up to 64 of them where they spread evenly: its weights are read once."""
 
@@ -210,7 +216,7 @@ class ExpertsStep(Step):
         how = tilings(B)
         router = {"E": E if routed else 0, "E2": next_power_of_2(E), "BIASED": self.biased}
         hidden_BF = stream_BD.new_empty(B, F, dtype=torch.float32 if B == 1 else self.fc1_EGD.dtype)
-        inner, outer = ({"ROWS": t.rows, "BLOCK": t.block} for t in (how["gated"], how["out"]))
+        inner, outer = ({"ROWS": t.rows, "BLOCK": t.block} for t in (how["gated"], how["down"]))
         if B == 1:
             expert_B, factor_B = stream_BD.new_empty(B, dtype=torch.int32), stream_BD.new_empty(B)
             tiles = cdiv(cdiv(F, how["gated"].rows), PROGRAMS)
@@ -221,8 +227,8 @@ class ExpertsStep(Step):
                 **router, **inner,
             )  # fmt: skip
             launch(
-                one.add_product_one, (cdiv(D, how["out"].rows),), self.fc2_EDF, hidden_BF, stream_BD,
-                expert_B, factor_B, tiling=how["out"], C=F, O=D, ROUTED=routed, ADD=True, **outer,
+                one.add_product_one, (cdiv(D, how["down"].rows),), self.fc2_EDF, hidden_BF, stream_BD,
+                expert_B, factor_B, tiling=how["down"], C=F, O=D, ROUTED=routed, ADD=True, **outer,
             )  # fmt: skip
             return
         normed_BD, expert_B, factor_B = route(
@@ -234,8 +240,8 @@ class ExpertsStep(Step):
             tiling=how["gated"], TOKENS=how["gated"].tokens, GELU=self.gelu, **shared, **inner,
         )  # fmt: skip
         launch(
-            rows.add_expert_rows, (cdiv(D, how["out"].rows), E), self.fc2_EDF, hidden_BF, stream_BD, expert_B, factor_B,
-            B, tiling=how["out"], TOKENS=how["out"].tokens, **shared, **outer,
+            rows.add_expert_rows, (cdiv(D, how["down"].rows), E), self.fc2_EDF, hidden_BF, stream_BD, expert_B,
+            factor_B, B, tiling=how["down"], TOKENS=how["down"].tokens, **shared, **outer,
         )  # fmt: skip
 
 

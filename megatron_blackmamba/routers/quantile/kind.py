@@ -56,8 +56,9 @@ def histogram_of_needs(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     cutoff_T1 = (scores_TE + bias_E).topk(top_k + 1, -1).values[:, -1:]
     low, width = _bins(bias_E)
     place_TE = ((cutoff_T1 - scores_TE - low) / width).long().clamp_(0, BINS - 1)
-    place_TE += BINS * place_TE.new_tensor(range(experts))
-    return place_TE.flatten().bincount(minlength=experts * BINS).view(experts, BINS)
+    place_TE += BINS * (place_TE.new_ones(experts).cumsum(0) - 1)
+    needs = place_TE.new_zeros(experts * BINS)  # bincount would wait for the device
+    return needs.scatter_add_(0, place_TE.flatten(), place_TE.new_ones(place_TE.numel())).view(experts, BINS)
 
 
 def balancing_bias(needs_EH: Tensor, bias_E: Tensor, top_k: int) -> Tensor:

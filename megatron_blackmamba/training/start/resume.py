@@ -59,9 +59,8 @@ def refuse_changes(saved: Mapping[str, Any], config: RunConfig, step: int) -> li
         )
     told = [(change, "") for change in named]
     for change in changes:
-        why = _changes_routing(change[0], config.model)
-        if why or change[0] == "training.micro_batch":  # which says what each rank read: trace/ranks.py
-            told.append((change, why))
+        if change[0] == "training.micro_batch" or change[0].startswith("parallel."):  # what a rank read: trace/ranks.py
+            told.append((change, _changes_routing(change[0], config.model)))
     return [f"{key}: {shown(new)} from step {step + 1} on, {shown(old)} before{why}" for (key, old, new), why in told]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts import schedule
 from megatron_blackmamba.engine.parts.accumulation import Accumulation
-from megatron_blackmamba.runtime import device
+from megatron_blackmamba.runtime import device, layout
 
 Batch = dict[str, Tensor]
 Found = dict[str, Tensor]
@@ -35,15 +35,6 @@ WAIT = "called a synchronizing CUDA operation"
 OTHER_STREAM = "AccumulateGrad node's stream does not match"
 """What PyTorch says where autograd adds a weight's gradient on a stream that does not capture."""
 PACKAGE = Path(__file__).parents[2]
-
-
-def why_not(config: RunConfig, processes: int) -> str:
-    """Return why the gradients of a run on GPUs cannot be captured, or an empty string."""
-    if processes > 1:
-        return "only a process alone captures: exchanges between ranks, and measuring slow ones, need the host"
-    if config.training.recompute != "none":
-        return "training.recompute saves and restores the state of random numbers"
-    return ""
 
 
 class Side:
@@ -119,7 +110,7 @@ class Graphs:
     def __init__(self, config: RunConfig, processes: int, reduced: Accumulation, tell: Callable[[str], None]) -> None:
         self.reduced, self._tell = reduced, tell
         self.wanted = config.kernels.cuda_graph == "auto" and device.has_cuda()
-        self._why_not, self._steps, self._told = why_not(config, processes), 0, False
+        self._why_not, self._steps, self._told = layout.why_no_graph(config, processes), 0, False
         self.captured: dict[Any, _Captured] = {}
         self._tried: set[Any] = set()
         self._count = 0
