@@ -233,8 +233,12 @@ class Decoder:
     @torch.inference_mode()
     def logits_of_stream(self, stream_TD: Tensor) -> Tensor:
         """Apply the last norm and the head to some rows of `stream`: `[T, V]` fp32."""
+        return self.logits(self.normed(stream_TD))
+
+    def normed(self, stream_TD: Tensor) -> Tensor:
+        """Apply the last norm."""
         own = self.final_norm_settings
-        return self.logits(self.final_norm.apply(stream_TD, self.weights.final_norm_D, self.config.norm_eps, *own))
+        return self.final_norm.apply(stream_TD, self.weights.final_norm_D, self.config.norm_eps, *own)
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ def update_expert_bias(model: nn.Module) -> None:
         if isinstance(module, KindRouter):
             module.end_batch()
             module.begin_batch()
+        elif isinstance(module, TopKRouter) and module.expert_bias is None:
+            module.reset_global_aux_loss_tracker()
         elif isinstance(module, TopKRouter) and module.expert_bias is not None:
             tokens_E, rate = module.local_tokens_per_expert, module.config.moe_router_bias_update_rate
             module.expert_bias.copy_(get_updated_expert_bias(tokens_E, module.expert_bias, rate))

@@ -37,18 +37,19 @@ class _Counted(Router):
         self.described = config.described
         self.kind = routers.kind_of(config.described.router.kind)
         self.use = self.kind.use(config.described)
+        self.choices = self.kind.choices(config.described)
         self.groups: dict[str, dist.ProcessGroup | None] = {}
         if self.kind.learned:
             self.bias = None
             if config.described.router.bias:
-                bias_E = empty(config.num_moe_experts, dtype=config.params_dtype)
+                bias_E = empty(self.choices, dtype=config.params_dtype)
                 self.bias = without_decay(replicated(bias_E, config.sequence_parallel))
         else:
             del self.weight
             self.register_parameter("weight", None)
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
-        self.register_buffer("tokens_E", self._counts(config.num_moe_experts), persistent=False)
+        self.register_buffer("tokens_E", self._counts(self.choices), persistent=False)
         self.z_loss = config.described.router.z_loss
         if self.z_loss:
             self.register_buffer("log_sums", self._counts(2).double(), persistent=False)  # of squares, and tokens
@@ -122,13 +123,13 @@ class KindRouter(_Counted):
         super().__init__(config, pg_collection)
         self._complete(config)
         shapes = self.kind.inside(config.described)
-        if (inputs := self.kind.inputs(config.described)) != config.hidden_size:
-            shapes = {"weight": (self.num_experts, inputs), **shapes}
+        if (weight := (self.choices, self.kind.inputs(config.described))) != (self.num_experts, config.hidden_size):
+            shapes = {"weight": weight, **shapes}
         for name, shape in shapes.items():
             parameter = replicated(empty(*shape, dtype=config.params_dtype), config.sequence_parallel)
             self.register_parameter(name, parameter if len(shape) > 1 else without_decay(parameter))
         for name in self.kind.state:
-            self.register_buffer(name, torch.zeros(self.num_experts, dtype=torch.float32, device=device.device()))
+            self.register_buffer(name, torch.zeros(self.choices, dtype=torch.float32, device=device.device()))
         groups = {"rank": None, "tensor": pg_collection.tp_cp, "data": pg_collection.tp_dp_cp}
         self.groups = {scope: several(group) for scope, group in groups.items()}
         self.seen_distinct = False
@@ -234,6 +235,15 @@ class MegatronRouter(_Counted, TopKRouter):
 
     def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         return self.with_z_loss(super().gating(hidden_SBD))
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Make up for the data-parallel ranks: megatron-core divides a batch's loss by their number, twice."""
+        ranks = self.tp_dp_cp_group.size() // self.tp_cp_group.size() if aux_loss_type == "global_aux_loss" else 1
+        coefficient: float = super().get_aux_loss_coeff(aux_loss_type)
+        return coefficient * ranks
+
+    def begin_batch(self) -> None:
+        self.reset_global_aux_loss_tracker()
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         weights_TE, chosen_TE = super().forward(hidden_SBD)

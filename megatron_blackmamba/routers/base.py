@@ -25,12 +25,32 @@ __all__ = ["Cannot", "Routed", "RouterKind", "Sizes", "Tokens", "Use", "largest"
 
 OWN_MODULE = "megatron_blackmamba.model.router:KindRouter"
 MEGATRON_MODULE = "megatron_blackmamba.model.router:MegatronRouter"
+GROUPS = ("groups", "group_top_k")
+"""Keys of kinds that choose within groups of experts."""
 LOGITS = ("bias", "scale")
 """Keys of every kind that computes logits."""
 BIAS_METRICS = MappingProxyType({"bias_range": "Largest expert bias less the smallest"})
 """What a kind with an expert bias measures."""
 Z_LOSS = "z_loss"
 """The name of what `measured` says of model.router.z_loss, whichever the kind."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Equal groups of experts, of which a token takes those whose best experts have the largest sum of scores."""
+
+    count: int
+    chosen: int
+    """Groups of a token."""
+    best: int
+    """Experts of a group that are added up."""
+
+    def outside(self, scores_TE: Tensor) -> Tensor:
+        """Return which experts are in no group of a token."""
+        scores_TGE = scores_TE.unflatten(-1, (self.count, -1))
+        sums_TG = scores_TGE.topk(self.best, dim=-1).values.sum(-1)
+        outside_TG = sums_TG.new_ones(sums_TG.shape).scatter(-1, largest(sums_TG, self.chosen), 0.0).bool()
+        return outside_TG.repeat_interleave(scores_TGE.shape[-1], dim=-1)
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,8 @@ class Use:
     """Whether the largest sums of score and expert bias are chosen instead. The bias does not enter the weights."""
     bias_on_logits: bool = False
     """Whether that bias is added to the logits instead of the scores."""
+    groups: Groups | None = None
+    """Groups of experts within which a token chooses."""
     scale: float = 1.0
     """Factor of the weights."""
 
@@ -57,6 +79,14 @@ class Use:
 
     def selecting(self, logits_TE: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """Return the numbers whose largest K are chosen. Logits, because large ones have equal sigmoids."""
+        numbers_TE = self._compared(logits_TE, bias_E)
+        if self.groups is None:
+            return numbers_TE
+        by_numbers = self.biased or (self.scores == "softmax" and self.normalized)  # a softmax of the chosen alone
+        outside_TE = self.groups.outside(numbers_TE if by_numbers else self.scored(logits_TE))
+        return numbers_TE.masked_fill(outside_TE, float("-inf"))
+
+    def _compared(self, logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         if not self.biased:
             return logits_TE
         if bias_E is None:
@@ -81,6 +111,17 @@ class Use:
     def _final(self, weights: Tensor) -> Tensor:
         weights = _divided_by_sum(weights) if self.normalized else weights
         return weights if self.scale == 1 else weights * self.scale
+
+
+def groups_of(model: ModelConfig) -> Groups | None:
+    router = model.router
+    return None if router.groups == 1 else Groups(router.groups, router.group_top_k, model.top_k // router.group_top_k)
+
+
+def groups_in_megatron(model: ModelConfig) -> dict[str, Any]:
+    """Return megatron-core's fields for groups of experts."""
+    groups = groups_of(model)
+    return {"moe_router_num_groups": groups.count, "moe_router_group_topk": groups.chosen} if groups else {}
 
 
 def scaling(model: ModelConfig) -> float | None:
@@ -164,6 +205,8 @@ class RouterKind(Kind, ABC):
     """What the choice in training depends on, for people: later tokens, earlier steps, or the token alone."""
     module: ClassVar[str] = OWN_MODULE
     """The torch module, as "package.module:class": one that calls `choose`, or one that is megatron-core's."""
+    scopes: ClassVar[tuple[str, ...]] = ("rank", "tensor", "data")
+    """Values of model.router.scope, of a kind that reads it."""
     balances_micro_batches: ClassVar[bool] = True
     """Whether training depends on which tokens share a micro-batch, and so on training.micro_batch."""
     every_token_gets_k: ClassVar[bool] = True
@@ -201,6 +244,18 @@ class RouterKind(Kind, ABC):
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""
         return []
+
+    def choices(self, model: ModelConfig) -> int:
+        """Return the number of logits: the experts, and behind them perhaps a choice that skips (model.router.skip)."""
+        return model.experts
+
+    def gets_k(self, model: ModelConfig) -> bool:
+        """Return whether experts compute `model.top_k` outputs for each token in training."""
+        return self.every_token_gets_k and self.choices(model) == model.experts
+
+    def measures(self, model: ModelConfig) -> Mapping[str, str]:
+        """Return those of `metrics` that a model has."""
+        return self.metrics
 
     def inputs(self, model: ModelConfig) -> int:
         """Return the columns of `weight`, whose product with its input are the logits."""
@@ -282,7 +337,7 @@ class RouterKind(Kind, ABC):
 
     def flops(self, model: ModelConfig) -> int:
         """Return the forward FLOPs of one layer's router per token; a choice is left out."""
-        return 2 * model.hidden_size * model.experts if self.learned else 0
+        return 2 * model.hidden_size * self.choices(model) if self.learned else 0
 
     def kept(self, at: Sizes) -> int:
         """Return the bytes per token that the router keeps for the backward pass: input, logits, scores, maps."""

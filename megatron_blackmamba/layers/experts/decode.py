@@ -4,7 +4,7 @@ Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K tok
 W width of an expert's input and output, F its hidden size, G = 2F gate and up; without a gate, G = F.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,8 @@ class ExpertsDecoding(Decoding):
         kind = routers.kind_of(model.router.kind)
         router = {name: get(f"router.{name}") for name in (*kind.inside(model), *(["weight"] if kind.learned else []))}
         if kind.learned:
-            router["bias"] = get("router.bias") if model.router.bias else torch.zeros(E, device=device)
+            choices = kind.choices(model)
+            router["bias"] = get("router.bias") if model.router.bias else torch.zeros(choices, device=device)
         shared, latent = bool(model.shared_expert_hidden_size), bool(model.latent_size)
         return ExpertsLayer(
             router=router,
@@ -82,6 +83,15 @@ class ExpertsDecoding(Decoding):
         choice_TK = self.choose(kind, logits_TE, routers.Tokens(model, inputs.ids.flatten(), layer.state))
         return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
 
+    def computed(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
+        """Return `route`, with weight 0 of the first expert for a choice that skips."""
+        routed = self.route(layer, x_TD, inputs, model)
+        if not model.router.skip:
+            return routed
+        skips_TK = routed.chosen == model.experts
+        chosen_TK, weights_TK = (each.masked_fill(skips_TK, 0) for each in (routed.chosen, routed.weights))
+        return replace(routed, chosen=chosen_TK, weights=weights_TK)
+
     def choose(self, kind: routers.RouterKind, logits_TE: Tensor, at: routers.Tokens) -> Tensor:
         """Return the experts that each token finds by itself, `[T, K]`."""
         return routers.largest(kind.selecting(logits_TE, at), at.model.top_k)
@@ -102,7 +112,7 @@ class ExpertsDecoding(Decoding):
         return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
 
     def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        routed = self.route(layer, x_BD, inputs, run.config)
+        routed = self.computed(layer, x_BD, inputs, run.config)
         x_BW = x_BD
         if layer.latent_down_WD is not None:
             x_BW = run.times(x_BD, layer.latent_down_WD)
@@ -121,7 +131,7 @@ class ExpertsDecoding(Decoding):
 
     def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
-        routed = self.route(layer, x_TD.float(), inputs, run.config)
+        routed = self.computed(layer, x_TD.float(), inputs, run.config)
         x_TW = x_TD
         if layer.latent_down_WD is not None:
             x_TW = F.linear(x_TD.to(layer.latent_down_WD.dtype), layer.latent_down_WD)

@@ -86,7 +86,7 @@ def _changes_routing(key: str, model: ModelConfig) -> str:
     if not layers.routes(model.pattern):
         return ""
     router = routers.kind_of(model.router.kind)
-    if key == "training.micro_batch" and router.balances_micro_batches:
+    if key == "training.micro_batch" and router.balances_micro_batches and model.router.scope != "sequence":
         return "; the router balances each micro-batch, so the routing changes slightly"
     layouts = router.layouts(model)
     if key.startswith("parallel.") and isinstance(layouts, routers.Cannot):
