@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 BATCH, LENGTH, INNER, STATE, TAPS, EXPERTS = 8, 2048, 2304, 16, 4, 8  # the 1.5B model, 8 sequences
 HEAD, SSD_STATE = 64, 128  # of Mamba-2
+KEYS = 128  # of a head of the delta rule, and its values
 MODEL, HIDDEN, VOCABULARY = 1152, 3072, 50_304
 
 
@@ -230,6 +231,19 @@ def ssd_launches(arch: int, reset: bool = False) -> None:
     y.sum().backward()
 
 
+def delta_launches(arch: int, reset: bool = False, by_channel: bool = False) -> None:
+    """The delta rule of a training step, with one decay a head or one for each key channel."""
+    from megatron_blackmamba.ops.delta import Inputs
+    from megatron_blackmamba.ops.delta.triton import scan
+
+    heads = INNER // KEYS
+    q, k, erase, written = (fp32(BATCH, LENGTH, heads, KEYS) for _ in range(4))
+    decay = fp32(BATCH, LENGTH, heads, KEYS if by_channel else 1)
+    resets = torch.empty(BATCH, LENGTH, device="meta", dtype=torch.bool) if reset else None
+    y, _ = scan(Inputs(q, k, erase, written, decay, None, resets))
+    y.sum().backward()
+
+
 def convolution_launches(arch: int, reset: bool = False) -> None:
     from megatron_blackmamba.ops.causal_conv1d import Inputs
     from megatron_blackmamba.ops.causal_conv1d.halves import RowGradient
@@ -342,6 +356,8 @@ OPERATIONS = {
     "selective_scan": scan_launches,
     "selective_scan, recomputed": partial(scan_launches, keep=False),
     "ssd": ssd_launches,
+    "delta": delta_launches,
+    "delta, by channel": partial(delta_launches, by_channel=True),
     "causal_conv1d": convolution_launches,
     "sinkhorn": sinkhorn_launches,
     "sinkhorn, large": large_sinkhorn_launches,

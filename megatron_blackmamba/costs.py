@@ -35,6 +35,8 @@ class Sizes:
     """kernels.scan_states."""
     ssd: str = "auto"
     """kernels.ssd."""
+    delta: str = "auto"
+    """kernels.delta."""
     clips: bool = False
     """Whether optimizer.qk_clip looks at the logits of attention."""
 

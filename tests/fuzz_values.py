@@ -108,6 +108,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "kernels.dispatcher": ("allgather",),
     "kernels.scan": ("reference", "chunked"),
     "kernels.ssd": ("reference", "chunked"),
+    "kernels.delta": ("reference", "chunked"),
     "data.sequence_length": ("8", "32"),
     "data.seed": ("1",),
     "data.workers": ("0",),

@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from megatron_blackmamba.ops.delta import costs as delta_costs
 from megatron_blackmamba.ops.selective_scan.costs import KEPT_SLOTS, SLOTS, cuda_slots
 from megatron_blackmamba.ops.ssd.costs import SLOTS as SSD_SLOTS
 
@@ -161,7 +162,12 @@ class Log:
             saved = sum(fewer for name, fewer in SAVED.items() if constants[name])
             moved += (BYTES_A_WEIGHT - saved) * WEIGHTS_A_PROGRAM * grid[0]
         issued = SSD_SLOTS | (KEPT_SLOTS if constants.get("KEPT") else SLOTS)
-        self.add(f"triton {kernel}", tensors, moved, slots=issued.get(kernel, 0) * states)
+        slots = issued.get(kernel, 0) * states
+        if kernel in delta_costs.INSTRUCTIONS:
+            by_channel, token_heads = constants.get("BY_CHANNEL", False), tensors[0].numel() // tensors[0].shape[-1]
+            wide = {name: constants[name] for name in ("K", "V") if name in constants}
+            slots = delta_costs.slots(kernel, by_channel, token_heads, **wide)
+        self.add(f"triton {kernel}", tensors, moved, slots=slots)
         signature = (*(str(t.dtype)[6:] for t in tensors), *(f"{k}={v}" for k, v in sorted(constants.items())))
         self.launches[Launch(kernel, grid, signature)] += 1
 

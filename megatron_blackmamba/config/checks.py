@@ -121,7 +121,7 @@ def _in_float64(run: RunConfig) -> Iterator[str]:
         return
     if run.kernels.linear == "te":
         yield "kernels.linear=te has no float64: training.precision=fp64 needs kernels.linear=local"
-    for key, op in (("scan", "selective_scan"), ("ssd", "ssd")):
+    for key, op in (("scan", "selective_scan"), ("ssd", "ssd"), ("delta", "delta")):
         wanted = getattr(run.kernels, key)
         exact = _exact(op) if wanted != "auto" else ()
         if wanted not in ("auto", *exact):

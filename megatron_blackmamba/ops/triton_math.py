@@ -17,6 +17,7 @@ from triton.language.extra.cuda import libdevice
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INVERSE_ROOT_2 = tl.constexpr(0.7071067811865476)
+FORGOTTEN = tl.constexpr(-256.0)  # 2^-256 is 0 in fp32, and so is its product with any decay
 
 if os.environ.get("TRITON_INTERPRET") == "1":
 
@@ -31,6 +32,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
             x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         return x.to(dtype)
 
+    @triton.jit
+    def product(x, y):
+        return tl.dot(x.to(tl.float32), y.to(tl.float32))  # the interpreter takes bf16 for integers
+
 else:
     log2 = libdevice.fast_log2f  # one instruction where tl.log2 takes fifteen; the interpreter does not know it
 
@@ -38,6 +43,11 @@ else:
     def narrowed(x, dtype: tl.constexpr):
         """Round to a number format."""
         return x.to(dtype)
+
+    @triton.jit
+    def product(x, y):
+        """Multiply bf16 as it is, and fp32 as three products in TF32."""
+        return tl.dot(x, y, input_precision="tf32x3")
 
 
 @triton.jit
@@ -58,6 +68,15 @@ def sigmoid(x):
 @triton.jit
 def load_channels(values, i, inside, PRESENT: tl.constexpr, BLOCK_I: tl.constexpr):
     return tl.load(values + i, mask=inside, other=0.0) if PRESENT else tl.zeros((BLOCK_I,), tl.float32)
+
+
+@triton.jit
+def load_rows(rows, row, stride, count, column, WIDTH: tl.constexpr, EVEN: tl.constexpr, PRODUCTS: tl.constexpr):
+    """Load rows of a tensor for products, zeros past the last row and column."""
+    inside = (row < count)[:, None]
+    if not EVEN:
+        inside = inside & (column < WIDTH)[None, :]
+    return tl.load(rows + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(PRODUCTS)
 
 
 @triton.jit

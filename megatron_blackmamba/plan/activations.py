@@ -34,6 +34,7 @@ def sizes_of(config: RunConfig, device: str) -> Sizes:
         context=parallel.context,
         keeps_states=config.kernels.scan_states == "keep",
         ssd=config.kernels.ssd,
+        delta=config.kernels.delta,
         clips=config.optimizer.qk_clip is not None,
     )
 

@@ -242,6 +242,8 @@ class KernelsConfig(Section):
     ssd: Literal["auto", "reference", "chunked", "triton", "mamba_ssm"] = "auto"
     """The scan of Mamba-2 layers; auto: the first of triton, mamba_ssm and chunked that works here (the first two are
     unmeasured). Mamba-3 layers take chunked, or triton if it is named here."""
+    delta: Literal["auto", "reference", "chunked", "triton"] = "auto"
+    """The delta rule; auto: chunked, in PyTorch. triton is unmeasured, and takes up to 128 key channels on a GPU."""
     cuda_graph: Annotated[Literal["auto", "off"], SAME] = "auto"
     """auto: on a GPU, forward and backward pass of a micro-batch as one launch, a CUDA graph. Only runs of one process
     without recomputation; the log says why if there is none."""

@@ -262,6 +262,7 @@ def test_composed_config_is_yaml_and_matches_the_schema():
         ("kernels.linear=te", "kernels.linear=local"),
         ("kernels.scan=cpp", "auto, chunked or reference"),
         ("kernels.ssd=mamba_ssm", "auto, chunked or reference"),
+        ("kernels.delta=triton", "auto, chunked or reference"),
     ],
 )
 def test_fp64_refuses_what_would_round(override, named):
@@ -482,7 +483,7 @@ def test_a_missing_file_is_no_shipped_run(name, remedy, tmp_path, monkeypatch):
     assert said.startswith(f"{name}: no such file (working folder: {tmp_path})") and said.endswith(remedy or ")")
 
 
-@pytest.mark.parametrize("key", ["kernels.scan", "kernels.ssd"])
+@pytest.mark.parametrize("key", ["kernels.scan", "kernels.ssd", "kernels.delta"])
 @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
 def test_fp64_takes_backends_that_declare_it(key, backend):
     load("tiny", ["training.precision=fp64", f"{key}={backend}"])

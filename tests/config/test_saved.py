@@ -117,7 +117,7 @@ def test_impossible_values_name_the_key():
 def as_version_1(content):
     """Give a saved config the names of keys that version 1 wrote."""
     kernels, start, resume = (content.pop(name) for name in ("kernels", "start", "resume"))
-    for newer in ("ssd", "scan_states", "cuda_graph", "if_missing"):
+    for newer in ("ssd", "delta", "scan_states", "cuda_graph", "if_missing"):
         del kernels[newer]
     del start["branch"], start["reread"]
     return content | {"model": content["model"] | kernels, "init": start | resume}

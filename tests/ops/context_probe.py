@@ -142,7 +142,9 @@ def cases() -> list[tuple[str, str, str]]:
         for reset in RESETS
         for backend in ("float64", "chunked")
     ]
-    return every + [(operation, "some", backend) for operation in ("scan", "conv", "ssd") for backend in INTERPRETED]
+    return every + [
+        (operation, "some", backend) for operation in ("scan", "conv", "ssd", "delta") for backend in INTERPRETED
+    ]
 
 
 def body(folder: Path, chosen: list[tuple[str, ...]]) -> None:

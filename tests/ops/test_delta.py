@@ -73,7 +73,7 @@ def test_agrees_with_float64_in_values_and_gradients(B, L, H, K, V, by_channel, 
 def test_segments_of_several_chunks_agree_with_float64(by_channel, monkeypatch):
     tensors, reset = problem(L=9 * chunked.CHUNK + 5, by_channel=by_channel, reset="some")
     monkeypatch.setitem(chunked.NUMBERS, "cpu", 3 * chunked.CHUNK * tensors["k"][:, 0].numel())
-    assert len(chunked._segments(chunked.Inputs(*(tensors[name] for name in TOKENS)))) == 4
+    assert len(chunked.segments(chunked.Inputs(*(tensors[name] for name in TOKENS)))) == 4
     expected = values_and_gradients(tensors, reset, "float64")
     assert_close(values_and_gradients(tensors, reset, "chunked"), expected, tolerance=1e-5)
 
@@ -141,7 +141,7 @@ def test_types_of_results_follow_the_queries():
     tensors, _ = problem(state=False)
     y, state = delta(*(tensors[name].bfloat16() for name in TOKENS))
     assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
-    assert set(available_backends()) == {"chunked", "reference"}
+    assert set(available_backends()) == {"chunked", "triton", "reference"}
 
 
 @pytest.mark.parametrize("name, shape", [("log_decay", (2, 150, 3, 2)), ("erase", (2, 150, 3, 7)), ("k", (2, 9, 3, 8))])

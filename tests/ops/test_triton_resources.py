@@ -9,10 +9,16 @@ pytest.importorskip("triton")
 from benchmarks.triton_resources import OPERATIONS, disassembled, issue_slots, kernels_of, scan_launches
 
 pytestmark = pytest.mark.xdist_group("triton")
+DELTA = {
+    *("weigh", "meet", "solve", "carry_states", "read_outputs"),
+    *("of_outputs", "carry_gradients", "of_values", "of_states", "of_met"),
+}
 KERNELS = {
     "selective_scan": {"segment_ends", "forward", "chunk_parts", "carry", "backward", "add_up"},
     "selective_scan, recomputed": {"segment_ends", "forward", "chunk_parts", "carry", "backward", "add_up"},
     "ssd": {"sum_steps", "pass_states", "outputs", "of_heads", "of_groups"},
+    "delta": DELTA,
+    "delta, by channel": DELTA,
     "causal_conv1d": {"convolve_forward", "convolve_backward", "add_up"},
     "sinkhorn": {"_find_offsets", "_choose"},
     "sinkhorn, large": {"_sum_columns", "_choose"},
@@ -29,9 +35,9 @@ KERNELS = {
         *("route", "gated_in_rows", "add_expert_rows"),
     },
 }
-FROM_HOPPER_ON = ("fp8", "ssd")
-"""Compiled for sm_90 alone: older GPUs have no FP8, and registers of `ssd` are counted there only."""
-TILES = ("_rows", "pass_states", "outputs", "of_heads", "of_groups")
+FROM_HOPPER_ON = ("fp8", "ssd", "delta", "delta, by channel")
+"""Compiled for sm_90 alone: older GPUs have no FP8, and registers of `ssd` and `delta` are counted there only."""
+TILES = ("_rows", "pass_states", "outputs", "of_heads", "of_groups", *DELTA)
 SPILLED = {("forward", 90): 16, ("of_heads", 90): 64}
 """Bytes that a kernel stores outside its loop, for registers that its loop needs; all others store none."""
 
@@ -60,8 +66,9 @@ def test_no_kernel_spills_at_the_paper_s_shape(kernels, operation):
         assert kernel.shared_bytes <= shared, kernel.name
 
 
-def test_mamba2_scan_has_no_atomics(kernels):
-    for kernel in kernels.get("ssd", []):
+@pytest.mark.parametrize("operation", ["ssd", "delta", "delta, by channel"])
+def test_scans_of_matrices_have_no_atomics(kernels, operation):
+    for kernel in kernels.get(operation, []):
         assert not re.search(r"\s(RED|ATOM\w*)\.", disassembled(kernel)), kernel.name
 
 

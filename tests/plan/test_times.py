@@ -73,6 +73,19 @@ def test_plan_of_mamba2_knows_backend_of_its_scan(ssd, kernels):
         assert sum(work.slots for work in scans) == pytest.approx((0.31 * 3 + 0.50 + 1.57 + 0.97) * tokens * 2304 * 128)
 
 
+@pytest.mark.parametrize("variant", ["gdn", "kda"])
+def test_plan_of_delta_rule_knows_its_backend(variant):
+    """Six kernels forward; backward the first five again, six for gradients, and sums of parts."""
+    works = {}
+    for backend in ("auto", "chunked", "triton"):
+        overrides = ["model.pattern=GE", f"model.delta.variant={variant}", f"kernels.delta={backend}"]
+        works[backend] = kind_of("G").costs.work(sizes_of(load("blackmamba_1.5b", overrides), "cuda"))
+    assert works["auto"] == works["chunked"]
+    assert [sum(work.slots > 0 for work in way) for way in works["triton"]] == [6, 11]
+    moved = {name: sum(work.moved for way in ways for work in way) for name, ways in works.items()}
+    assert moved["triton"] < 0.7 * moved["chunked"]
+
+
 @pytest.mark.parametrize("letter", ["M", "E"])
 def test_products_of_layer_are_those_of_its_flops(letter):
     config = load("blackmamba_1.5b", ["model.shared_expert_hidden_size=512"])

@@ -11,6 +11,9 @@ from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, rank, siz
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
+OUTSIDE = (16, 44)
+"""Passes of PyTorch's operations over keys and values around the kernels, forward and backward, as rehearsed."""
+
 
 class DeltaCost(Cost):
     elementwise = frozenset({"convolution", "delta_systems"})
@@ -55,10 +58,11 @@ class DeltaCost(Cost):
         return at.width * (at.here * at.model.hidden_size + at.whole * low) + each // at.tensor
 
     def working(self, at: Sizes) -> int:
-        """Return the gradients of what the rule reads, and what autograd keeps of a segment of the chunkwise form.
+        """Return the gradients of what the rule reads, and what a segment keeps: the kernels, or autograd in PyTorch.
 
-        The numbers of a head and token are fitted to rehearsals of four shapes, within 2% of the peak.
+        Autograd's numbers of a head and token are fitted to rehearsals of four shapes, within 2% of the peak.
         """
+        from megatron_blackmamba.ops.delta import costs
         from megatron_blackmamba.ops.delta.chunked import CHUNK, NUMBERS
 
         H, _, K, V = sizes(at.model)
@@ -66,15 +70,19 @@ class DeltaCost(Cost):
         batch, heads = at.whole // length, H // at.tensor
         tokens = min(length, CHUNK * max(1, NUMBERS[at.device] // (batch * heads * K * CHUNK)))
         channelwise = by_channel(at.model)
+        D = K if channelwise else 1
         numbers = 9.2 * (K + V) + (19 * K if channelwise else 4.4 * CHUNK)
-        gradients = at.whole * heads * (3 * K + V + (K if channelwise else 1))
+        if costs.in_triton(at, K):
+            numbers = costs.numbers(K, V, D)
+        gradients = at.whole * heads * (3 * K + V + D)
         return round(max(at.width, FP32) * (gradients + batch * tokens * heads * numbers))
 
     def work(self, at: Sizes) -> tuple[list[Work], list[Work]]:
-        """Count projections, convolution, and the passes of PyTorch's operations over keys, values and pairs of tokens.
+        """Count projections, convolution, and the rule: the kernels, or passes over keys, values and pairs of tokens.
 
         The passes are fitted to rehearsals of four shapes; the backward pass repeats the forward pass of each segment.
         """
+        from megatron_blackmamba.ops.delta import costs
         from megatron_blackmamba.ops.delta.chunked import CHUNK
 
         H, G, K, V = (number // at.tensor if place < 2 else number for place, number in enumerate(sizes(at.model)))
@@ -84,8 +92,13 @@ class DeltaCost(Cost):
         channelwise = by_channel(at.model)
         there = 54 * (K + V) + 8 * CHUNK + (107 * K if channelwise else 0)
         back = 149 * (K + V) + (23 if channelwise else 35) * CHUNK + (411 * K if channelwise else 0)
-        forward = [*projections, Work(2 * convolved), Work(each * there)]
-        return forward, [*projections, *projections, Work(4 * convolved), Work(each * back)]
+        ruled = [Work(each * there)], [Work(each * back)]
+        if costs.in_triton(at, K):
+            ruled = costs.work(at.whole * H, K, V, K if channelwise else 1)
+            for way, passes in zip(ruled, OUTSIDE, strict=True):
+                way.append(Work(each * passes * (K + V)))
+        forward = [*projections, Work(2 * convolved), *ruled[0]]
+        return forward, [*projections, *projections, Work(4 * convolved), *ruled[1]]
 
     def traffic(self, at: Sizes, passes: int) -> dict[str, float]:
         """Return the traffic: the stream as in Mamba-2, and for each sequence a state and the matrices that map it."""

@@ -43,7 +43,7 @@ class DeltaMixer(MegatronModule):
         self.tp_group = pg_collection.tp
         self.context = several(pg_collection.cp)
         ranks, whole = self.tp_group.size(), in_proj(model)
-        self.rows = whole.share(ranks)
+        self.rows, self.backend = whole.share(ranks), config.kernels.delta
         H, _, K, V = sizes(model)
         decays = (H * K if by_channel(model) else H) // ranks
         self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
@@ -83,5 +83,5 @@ class DeltaMixer(MegatronModule):
 
     def _scan(self, reset_BS: Tensor | None, *inputs: Tensor) -> Tensor:
         if self.context is None:
-            return delta(*inputs, reset_BL=reset_BS)[0]
-        return delta_part(*inputs, group=self.context, reset_BL=reset_BS)
+            return delta(*inputs, reset_BL=reset_BS, backend=self.backend)[0]
+        return delta_part(*inputs, group=self.context, reset_BL=reset_BS, backend=self.backend)

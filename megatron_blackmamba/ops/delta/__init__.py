@@ -27,7 +27,7 @@ from megatron_blackmamba.ops.delta.step import delta_step
 
 __all__ = ["Inputs", "available_backends", "delta", "delta_part", "delta_step"]
 
-BACKENDS = ("chunked", "reference")  # best first, each where it applies
+BACKENDS = ("chunked", "triton", "reference")  # "auto" takes the first; triton is unmeasured
 
 
 def delta(

@@ -42,9 +42,9 @@ class _Scan(torch.autograd.Function):
         inputs = Inputs(*arguments)
         state, written = inputs.start(), inputs.written_BLHV
         y_BLHV, ctx.starts = torch.empty_like(written, dtype=inputs.q_BLHK.dtype), []
-        for part in _segments(inputs):
+        for part in segments(inputs):
             ctx.starts.append(state)
-            y_BLHV[:, part], state = _segment(_cut(inputs, part), state)
+            y_BLHV[:, part], state = _segment(cut(inputs, part), state)
         ctx.save_for_backward(*arguments)
         return y_BLHV, state.clone() if not ctx.starts else state
 
@@ -53,11 +53,11 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad_y_BLHV, grad_state):
         inputs = Inputs(*ctx.saved_tensors)
         grads = [torch.empty_like(x) for x in inputs[:5]]
-        for part, start in zip(reversed(_segments(inputs)), reversed(ctx.starts), strict=True):
-            cut, start = _cut(inputs, part), start.detach().requires_grad_()
-            leaves = [x.detach().requires_grad_() for x in cut[:5]]
+        for part, start in zip(reversed(segments(inputs)), reversed(ctx.starts), strict=True):
+            tokens, start = cut(inputs, part), start.detach().requires_grad_()
+            leaves = [x.detach().requires_grad_() for x in tokens[:5]]
             with torch.enable_grad():
-                outputs = _segment(Inputs(*leaves, None, cut.reset_BL), start)
+                outputs = _segment(Inputs(*leaves, None, tokens.reset_BL), start)
             grad_state, *found = torch.autograd.grad(outputs, [start, *leaves], (grad_y_BLHV[:, part], grad_state))
             for whole, grad in zip(grads, found, strict=True):
                 whole[:, part] = grad
@@ -66,14 +66,14 @@ class _Scan(torch.autograd.Function):
         return *grads, None if first is None else grad_state.to(first.dtype), None
 
 
-def _segments(inputs: Inputs) -> list[slice]:
+def segments(inputs: Inputs) -> list[slice]:
     B, L, H, K = inputs.k_BLHK.shape
-    most = NUMBERS["cuda" if inputs.k_BLHK.is_cuda else "cpu"]
+    most = NUMBERS["cpu" if inputs.k_BLHK.is_cpu else "cuda"]
     tokens = CHUNK * max(1, most // max(1, B * H * K * CHUNK))
     return [slice(a, min(a + tokens, L)) for a in range(0, L, tokens)]
 
 
-def _cut(inputs: Inputs, part: slice) -> Inputs:
+def cut(inputs: Inputs, part: slice) -> Inputs:
     q, k, erase, written, log_decay = (x[:, part] for x in inputs[:5])
     reset_BL = None if inputs.reset_BL is None else inputs.reset_BL[:, part]
     return Inputs(q, k, erase, written, log_decay, None, reset_BL)

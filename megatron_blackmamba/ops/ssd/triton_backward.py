@@ -9,8 +9,8 @@ Shapes: B batch, L length, H heads, P channels of a head, N state, K chunks, T a
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.ssd.triton_forward import decays_between, load_rows, product, state_at
-from megatron_blackmamba.ops.triton_math import narrowed, sigmoid
+from megatron_blackmamba.ops.ssd.triton_forward import decays_between, state_at
+from megatron_blackmamba.ops.triton_math import load_rows, narrowed, product, sigmoid
 
 
 @triton.jit

@@ -9,36 +9,10 @@ A step below FORGOTTEN counts as FORGOTTEN, and so does a reset: the decay is ex
 Shapes: B batch, L length, H heads, P channels of a head, N state, K chunks, T and S rows of a chunk.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
-from megatron_blackmamba.ops.triton_math import LOG2E, narrowed, softplus
-
-FORGOTTEN = tl.constexpr(-256.0)  # 2^-256 is 0 in fp32, and so is its product with any decay
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-
-    @triton.jit
-    def product(x, y):
-        return tl.dot(x.to(tl.float32), y.to(tl.float32))  # the interpreter takes bf16 for integers
-
-else:
-
-    @triton.jit
-    def product(x, y):
-        """Multiply bf16 as it is, and fp32 as three products in TF32."""
-        return tl.dot(x, y, input_precision="tf32x3")
-
-
-@triton.jit
-def load_rows(rows, row, stride, count, column, WIDTH: tl.constexpr, EVEN: tl.constexpr, PRODUCTS: tl.constexpr):
-    """Load rows of a tensor for products, zeros past the last row and column."""
-    inside = (row < count)[:, None]
-    if not EVEN:
-        inside = inside & (column < WIDTH)[None, :]
-    return tl.load(rows + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(PRODUCTS)
+from megatron_blackmamba.ops.triton_math import FORGOTTEN, LOG2E, load_rows, narrowed, product, softplus
 
 
 @triton.jit
