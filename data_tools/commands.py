@@ -76,6 +76,43 @@ def tokenize(
 
 
 @app.command()
+def corpora(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME...]", help="Corpora, or one mixture. Default: list all.")
+    ] = None,
+    raw: Annotated[str, typer.Option(help="Folder of the downloads.")] = "/raw",
+    tokens: Annotated[str, typer.Option(help="Folder of the token shards.")] = "/tokens",
+    tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="The tokenizer to use.")] = "20B_tokenizer.json",
+    rate: Annotated[str, typer.Option(metavar="SIZE", help="Speed of the download in a second.")] = "100MB",
+    cores: Annotated[int, typer.Option(min=1, help="Cores that tokenize.")] = 16,
+    as_json: Json = False,
+) -> None:
+    """Print the commands that download and tokenize published corpora, with the disk and time they take.
+
+    What is printed for names is a shell script. Nothing is downloaded.
+
+    [dim]blackmamba data corpora[/dim]
+
+    [dim]blackmamba data corpora open_mix --raw /raw --tokens /tokens > prepare.sh[/dim]
+    """
+    from megatron_blackmamba.data_tools.corpora import CORPORA, NOT_HERE, Plan, chosen, described, script, table
+    from megatron_blackmamba.data_tools.sources import parse_size
+
+    plan = Plan(raw, tokens, tokenizer, parse_size(rate), cores)
+    found, of_mixture = chosen(names) if names else (CORPORA, None)
+    if as_json:
+        print(json.dumps(described(found, plan), indent=2))
+    elif names:
+        print("\n".join(script(found, plan, of_mixture)))
+    else:
+        rows = list(table(plan))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        print("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
+        print(f"\nNot downloaded here: the figures are the publishers', and those after ~ estimates. {NOT_HERE}")
+        print("`blackmamba data corpora NAME` prints what to type.")
+
+
+@app.command()
 def mixture(
     name: Annotated[str, typer.Argument(metavar="MIXTURE", help="A mixture file, or a shipped name (paper_mix).")],
     tokens: Annotated[

@@ -51,10 +51,10 @@ def build(config: RunConfig) -> "LanguageModel":
 
 
 def update_expert_bias(model: "torch.nn.Module") -> None:
-    """Move the biases of `model.router.kind=expert_bias` by the expert loads since the last call, after each step.
+    """Change what routers keep, such as expert biases, by the tokens since the last call; call it after each step.
 
-    model: a model of `build`, or a module around it. With a process group of yours, every rank must call this. Other
-    routers keep no bias, and nothing happens.
+    model: a model of `build`, or a module around it. With a process group of yours, every rank must call this. Routers
+    that keep nothing, such as `sinkhorn`, stay as they are.
     """
     from megatron_blackmamba import model as modelling
 

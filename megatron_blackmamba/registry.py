@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,20 @@ class UnknownKind(ValueError):
 
 class Kind:
     """A base class of kinds. Subclasses list what to define: abstract methods, and fields without a value."""
+
+    name: ClassVar[str]
+    settings: ClassVar[type[BaseModel] | None] = None
+    """A Section of config keys that only this kind has: `model.extensions.NAME.KEY`, or `optimizer.extensions`."""
+
+    @property
+    def section(self) -> str:
+        """Return the name of this section."""
+        return self.name.replace(" ", "_")
+
+    def settings_in(self, holder: Any) -> Any:
+        """Return the values of these keys in a ModelConfig or OptimizerConfig."""
+        assert self.settings
+        return self.settings.model_validate(holder.extensions.get(self.section, {}))
 
     @classmethod
     def unanswered(cls) -> list[str]:

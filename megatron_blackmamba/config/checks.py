@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_blackmamba import layers, norms, optimizers, routers
-from megatron_blackmamba.config import groups, mup
+from megatron_blackmamba.config import extensions, groups, mup
 from megatron_blackmamba.registry import ImportFailed, UnknownKind, own_module
 from megatron_blackmamba.settings import ModelConfig, RunConfig
 
@@ -17,6 +17,7 @@ def problem_of(run: RunConfig) -> Problem | None:
     """Return what is wrong with a run first, or None."""
     return problem_of_model(run.model) or _first(
         ("optimizer", lambda: [" ".join(optimizers.problems(run.optimizer))]),
+        (extensions.OPTIMIZER, lambda: extensions.problems_of_optimizer(run.optimizer)),
         ("", lambda: groups.problems(run)),
         ("", lambda: mup.problems(run)),
         ("", lambda: _clipped(run)),
@@ -35,6 +36,7 @@ def problem_of_model(model: ModelConfig) -> Problem | None:
         ("model.pattern", lambda: _letters(model.pattern)),
         ("model.final_norm", lambda: _norm(model.final_norm)),
         ("model.router", lambda: [" ".join(routers.problems(model.router))]),
+        (extensions.MODEL, lambda: extensions.problems_of_model(model)),
         ("model", lambda: ("; ".join(kind.problems(model)) for kind in layers.kinds_in(model.pattern))),
         ("", lambda: _without_layers(model)),
     )

@@ -75,7 +75,8 @@ def new_run(name: str, source: str, overrides: list[str], file: Path) -> str:
         value: Any = run
         for part in key.path.split("."):
             value = value[part]
-        lines.append(f"{indent}{'' if key.path in given else '#: '}{last}: {_yaml(value)}")
+        is_given = any(f"{each}.".startswith(f"{key.path}.") for each in given)
+        lines.append(f"{indent}{'' if is_given else '#: '}{last}: {_yaml(value)}")
     return _without_empty_sections("\n".join(lines) + "\n")
 
 
@@ -129,8 +130,8 @@ def _bound(limit: float) -> str:
 def _name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(str(value) for value in get_args(annotation))
-    if get_origin(annotation) is list:
-        return "list"
+    if get_origin(annotation) in (list, dict):
+        return "list" if get_origin(annotation) is list else "sections"
     if get_origin(annotation) is tuple:
         return "two numbers"
     optional = [kind for kind in get_args(annotation) if kind is not type(None)]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from megatron_blackmamba import layers, optimizers, routers
-from megatron_blackmamba.config import checks, migrations, spellings
+from megatron_blackmamba.config import checks, extensions, migrations, spellings
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.settings import ConfigError, DataConfig, RunConfig, Section, UserPath, file_kinds
@@ -135,7 +135,7 @@ def load(
         if all(problem["type"] == "missing" for problem in error.errors()):
             _require_sections(merged, names)
         raise ConfigError(explain(error, origin)) from None
-    refuse_problem(run, origin)
+    run = known(run, origin)
     _refuse_unknown_names(run.resume.allow, _where("resume.allow", origin))
     if moved := _moved(run, origin):
         if to_train:
@@ -352,6 +352,8 @@ def _fields(section: type[Section]) -> dict[str, FieldInfo]:
 def _refuse_unknown_names(allowed: Iterable[str], where: str) -> None:
     """Refuse names of resume.allow that are neither a key nor a section: they would allow nothing."""
     known = {*(path for path, _, _ in walk()), *migrations.RENAMED}
+    for section, its in extensions.sections():
+        known |= {section, *(path for path, _, _ in walk(its, f"{section}."))}
     for name in allowed:
         if name not in known:
             raise ConfigError(f"{where}: resume.allow={name}: unknown key; {_nearest(name, _fields(RunConfig), '')}")
@@ -385,10 +387,11 @@ def _where(path: str, origin: dict) -> str:
     return origin.get(path, "the run")
 
 
-def refuse_problem(run: RunConfig, origin: dict) -> None:
-    """Refuse a run that its kinds refuse; `origin`: the file that set a key."""
+def known(run: RunConfig, origin: dict) -> RunConfig:
+    """Return the run with all keys of its kinds, or refuse what they refuse; `origin`: the file that set a key."""
     if problem := checks.problem_of(run):
         raise ConfigError(f"{_where(problem[0], origin)}: {problem[1]}")
+    return extensions.complete(run)
 
 
 def explain(error: ValidationError, origin: dict) -> str:

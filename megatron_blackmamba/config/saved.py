@@ -7,7 +7,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_blackmamba.config import migrations
-from megatron_blackmamba.config.load import explain, refuse_problem, unknown_key
+from megatron_blackmamba.config.load import explain, known, unknown_key
 from megatron_blackmamba.settings import ConfigError, ModelConfig, RunConfig
 from megatron_blackmamba.settings.yaml_files import read_yaml
 from megatron_blackmamba.version import __version__
@@ -46,9 +46,7 @@ def from_saved(content: Any, where: str | Path, known_kinds: bool = True) -> Run
         run = RunConfig.model_validate(migrated)
     except ValidationError as error:
         raise ConfigError(explain(error, {"": str(where)})) from None
-    if known_kinds:
-        refuse_problem(run, {"": str(where)})
-    return run
+    return known(run, {"": str(where)}) if known_kinds else run
 
 
 def read_saved(path: Path, known_kinds: bool = True) -> RunConfig:

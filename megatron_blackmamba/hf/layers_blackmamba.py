@@ -64,6 +64,7 @@ class Router(nn.Linear):
         self.balanced, self.bias_on_logits = config.balance_in_training, config.router_bias_on_logits
         options = (config.router_options or {}).items()
         self.plan_options = {name: value for name, value in options if name in ("iterations", "temperature", "start")}
+        self.groups, self.group_top_k = ((config.router_options or {}).get(key, 1) for key in ("groups", "group_top_k"))
         bias = torch.zeros(experts, dtype=torch.float32) if config.router_biased else None
         self.register_buffer("expert_bias", bias)  # transformers loads it in this dtype
 
@@ -85,9 +86,17 @@ class Router(nn.Linear):
 
     def selecting(self, logits_TE: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return the numbers whose largest are chosen. Not the scores, since large logits have equal sigmoids."""
-        if self.expert_bias is None:
-            return logits_TE
-        return (logits_TE if self.bias_on_logits else self.scored(logits_TE)) + self.expert_bias
+        numbers_TE = logits_TE
+        if self.expert_bias is not None:
+            numbers_TE = (logits_TE if self.bias_on_logits else self.scored(logits_TE)) + self.expert_bias
+        if self.groups == 1:
+            return numbers_TE
+        by_logits = self.expert_bias is not None or (self.scores == "softmax" and self.normalized)
+        added_TGE = (numbers_TE if by_logits else self.scored(logits_TE)).unflatten(-1, (self.groups, -1))
+        groups_TG = added_TGE.topk(self.top_k // self.group_top_k, dim=-1).values.sum(-1)
+        inside_TG = torch.zeros_like(groups_TG, dtype=torch.bool)
+        inside_TG.scatter_(-1, groups_TG.topk(self.group_top_k, dim=-1).indices, True)
+        return numbers_TE.masked_fill(~inside_TG.repeat_interleave(added_TGE.shape[-1], -1), float("-inf"))
 
     def choose(self, logits_TE: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and numbers of each token's experts, `[T, k]`."""
@@ -110,7 +119,8 @@ class ZayaRouter(Router):
     carries = True
 
     def __init__(self, config: Any, experts: int):
-        R = (config.router_options or {}).get("hidden_size", 256)
+        options = config.router_options or {}
+        R, experts = options.get("hidden_size", 256), experts + options.get("skip", False)
         super().__init__(config, experts, inputs=R)
         self.eps = config.norm_eps
         self.down, self.down_bias = (nn.Parameter(torch.empty(shape)) for shape in ((R, config.hidden_size), (R,)))
@@ -234,8 +244,12 @@ class Experts(nn.Module):
         else:
             logits_TE = self.router(x_TD)
         weights_Tk, choice_Tk = router.choose(logits_TE, ids_BL)
+        own_Tk = choice_Tk
+        if router.carries:  # and may have a choice behind the experts, which adds nothing
+            skips_Tk = choice_Tk == len(self.local_experts)
+            weights_Tk, own_Tk = weights_Tk.masked_fill(skips_Tk, 0.0), choice_Tk.masked_fill(skips_Tk, 0)
         by, narrow_TW = self._by_all if torch.compiler.is_exporting() else self._by_choice, self.latent_down(x_TD)
-        y_TD = self.latent_up((widen(by(narrow_TW, choice_Tk)) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype))
+        y_TD = self.latent_up((widen(by(narrow_TW, own_Tk)) * weights_Tk[:, :, None]).sum(dim=1).to(u_BLD.dtype))
         if self.shared_experts is not None:
             y_TD = y_TD + self.shared_experts(x_TD)
         return y_TD.view_as(u_BLD), choice_Tk.view(*u_BLD.shape[:2], -1), carried_TR

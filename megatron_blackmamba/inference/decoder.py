@@ -72,6 +72,7 @@ class Decoder:
         """The captured steps, once there are any (`captured`)."""
         self.how = decodings(weights.config)
         self.final_norm = norms.kind_of(weights.config.final_norm)
+        self.final_norm_settings = self.final_norm.own(weights.config)
         in_order = self.config.arrangement == "sequential" and self.config.multipliers.residual == 1
         in_order &= not self.config.residual_scaling
         compiles = fused and decoding.why_not(weights.embedding_VD) is None and in_order
@@ -232,7 +233,12 @@ class Decoder:
     @torch.inference_mode()
     def logits_of_stream(self, stream_TD: Tensor) -> Tensor:
         """Apply the last norm and the head to some rows of `stream`: `[T, V]` fp32."""
-        return self.logits(self.final_norm.apply(stream_TD, self.weights.final_norm_D, self.config.norm_eps))
+        return self.logits(self.normed(stream_TD))
+
+    def normed(self, stream_TD: Tensor) -> Tensor:
+        """Apply the last norm."""
+        own = self.final_norm_settings
+        return self.final_norm.apply(stream_TD, self.weights.final_norm_D, self.config.norm_eps, *own)
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:

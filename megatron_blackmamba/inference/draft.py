@@ -104,7 +104,8 @@ class Draft:
         reset_1L = None if self.config.eod_reset is None else tokens_1L == self.config.eod_reset
         inputs = Inputs(next_1L, None, reset_1L)
         embedded_1LD = rms_norm(self.decoder.embedded(next_1L), weights.embedding_norm_D, eps)
-        both_1LC = torch.cat([embedded_1LD, rms_norm(stream_1LD, weights.hidden_norm_D, eps)], dim=-1)
+        read_1LD = stream_1LD if self.config.mtp.reads == "stream" else self.decoder.normed(stream_1LD)
+        both_1LC = torch.cat([embedded_1LD, rms_norm(read_1LD, weights.hidden_norm_D, eps)], dim=-1)
         residual_1LD = both_1LC @ weights.proj_DC.T
         for how, layer, norm_D, memory in zip(self.how, weights.layers, weights.norms_D, self.memories, strict=True):
             x_1LD = rms_norm(residual_1LD, norm_D, eps)

@@ -15,6 +15,7 @@ from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, MTP_NORMS, Canonical
 from megatron_blackmamba.layers import MTP, SCALINGS, Cannot, Decoding, kinds_in
+from megatron_blackmamba.layers.decoding import tensors_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Weights:
 
     def addresses(self) -> tuple[int, ...]:
         """Return where the tensors are in memory, which a captured step depends on."""
-        layers = (tensor for layer in self.layers for tensor in vars(layer).values())
+        layers = (tensor for layer in self.layers for tensor in tensors_of(layer))
         norms_D = (norm_D for norm_D in self.norms_D if norm_D is not None)
         scalings_D = (each for of_layer in self.scalings_4D for each in of_layer)
         every = (self.embedding_VD, self.head_VD, *layers, *norms_D, *scalings_D, *self.final_norm_D)

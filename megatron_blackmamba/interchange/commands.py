@@ -138,7 +138,7 @@ def export_hf(
             raise typer.BadParameter("--push-to and --dry-run are for one export. Leave out --every")
 
         def export(step: Path, target: Path, renew: Callable[[], None]) -> None:
-            model = replace(_main_depth(_opened(step, tokenizer, ema)), license=license)
+            model = replace(_held(_opened(step, tokenizer, ema), native), license=license)
             _run(convert.to_hf, model, target, dtype, as_json, how, renew)
 
         following.export_every(checkpoint, out, every, export)
@@ -147,7 +147,7 @@ def export_hf(
         raise typer.BadParameter("--dry-run needs --push-to OWNER/NAME")
     if push_to is not None:
         push.check_name(push_to)
-    model = replace(_main_depth(_opened(checkpoint, tokenizer, ema)), license=license)
+    model = replace(_held(_opened(checkpoint, tokenizer, ema), native), license=license)
     uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
     _run(convert.to_hf, model, out, dtype, as_json, how, said=uploads)
     if push_to is None:
@@ -186,7 +186,7 @@ def export_gguf(
     from megatron_blackmamba.interchange import convert
     from megatron_blackmamba.interchange.native import llama_cpp
 
-    model = replace(_main_depth(_opened(checkpoint, tokenizer, ema)), license=license)
+    model = replace(_held(_opened(checkpoint, tokenizer, ema)), license=license)
     warning = llama_cpp.vocabulary_of(model).warning
     if warning:
         _say(f"warning: {warning}")
@@ -213,7 +213,7 @@ def export_zyphra(
     """
     from megatron_blackmamba.interchange import convert, zyphra
 
-    model = _main_depth(_opened(checkpoint, None))
+    model = _held(_opened(checkpoint, None))
     zyphra.require_expressible(model.config, model.source)
     warning = zyphra.warning_about(model.config)
     if warning:
@@ -473,13 +473,15 @@ def _run(
     print(f"compared with the source: {comparison}" if comparison else "not compared with the source")
 
 
-def _main_depth(model: Any) -> Any:
+def _held(model: Any, native: bool = False) -> Any:
     """Return the part of a model that an export holds, and say what it leaves out."""
     from megatron_blackmamba.interchange.canonical import main_depth
+    from megatron_blackmamba.interchange.native import held
 
-    if model.config.mtp.pattern:
+    part = held(model) if native else main_depth(model)
+    if part is not model:
         _say(f"note: the export leaves out the extra depth model.mtp.pattern={model.config.mtp.pattern}")
-    return main_depth(model)
+    return part
 
 
 def _say(text: str) -> None:

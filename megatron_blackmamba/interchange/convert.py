@@ -43,11 +43,12 @@ def to_hf(
     processes: Number of processes that write weights, each to its own files.
     """
     form: Any = native if as_native else hf
+    model = native.held(model) if as_native else main_depth(model)
     if as_native:
         native.architecture_of(model.config, model.source)
     witness.require_memory(model, check)
     dtype = dtype or model.dtype
-    model = main_depth(cast(model, dtype))
+    model = cast(model, dtype)
     more: dict[str, Any] = {}
     if processes > 1:
         shard_bytes = min(shard_bytes, -(-model.bytes // processes))

@@ -195,6 +195,7 @@ def to_json(config: ModelConfig, sequence_length: int, dtype: torch.dtype) -> di
         "swiglu": True,
         "tie_word_embeddings": config.tie_embeddings,
         "torch_dtype": str(dtype).removeprefix("torch."),
+        **({"extensions": config.extensions} if config.extensions else {}),
     }
 
 
@@ -227,6 +228,7 @@ def read_config(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
     factors = {name.partition("_")[0]: content[name] for name in MULTIPLIERS if name in content}
     fields |= {"multipliers": factors, "dt_rank": content.get("dt_rank")}
     fields["tie_embeddings"] = content.get("tie_word_embeddings", True)
+    fields["extensions"] = content.get("extensions", {})
     return model_config(fields, content, path, _SAME), content
 
 

@@ -49,7 +49,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
         carried = next(iter(left), None)
     norm = norms.kind_of(model.config.final_norm)
     parameters_D = tuple(model.entries[f"{norms.PREFIX}{name}"].load().float() for name in norm.parameters)
-    hidden = norm.apply(residual, parameters_D, model.config.norm_eps) / config.logits_scaling
+    hidden = norm.apply(residual, parameters_D, model.config.norm_eps, *norm.own(model.config)) / config.logits_scaling
     head_VD = embedding_VD if model.config.tie_embeddings else model.entries[HEAD].load().float()
     return Observation(capped(F.linear(hidden, head_VD), model.config.logit_softcap), routers)
 

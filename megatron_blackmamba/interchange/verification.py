@@ -41,7 +41,7 @@ def verify(export: Path, against: Path | None = None, check: witness.Check = "fu
     folder = local_folder(export)
     if against is not None:
         _same_config(ours, theirs)
-        ours = main_depth(cast(ours, theirs.dtype))
+        ours = cast(ours if theirs.config.mtp.pattern else main_depth(ours), theirs.dtype)
         parity.same_weights(ours, theirs)
     if "model_type" not in read_json(folder / CONFIG):
         comparison = parity.check(ours, theirs)

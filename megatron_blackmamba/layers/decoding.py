@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -62,7 +62,10 @@ class Decoding(ABC):
 
     @abstractmethod
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
-        """Return the weights as a dataclass. `get(name, dtype)` loads one tensor of the mixer, by default in fp32."""
+        """Return the weights: a dataclass of tensors, dictionaries of them, or None.
+
+        `get(name, dtype)` loads one tensor of the mixer, by default in fp32.
+        """
 
     @abstractmethod
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
@@ -91,4 +94,11 @@ class Decoding(ABC):
 
     def bytes_a_token(self, layer: Any, model: ModelConfig) -> int:
         """Return the bytes of weights that one step reads at batch 1."""
-        return sum(tensor.nbytes for tensor in vars(layer).values())
+        return sum(tensor.nbytes for tensor in tensors_of(layer))
+
+
+def tensors_of(layer: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a layer, as `pack` returned it."""
+    for value in vars(layer).values():
+        if value is not None:
+            yield from value.values() if isinstance(value, Mapping) else (value,)

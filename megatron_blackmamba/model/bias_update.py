@@ -1,4 +1,4 @@
-"""The update of expert biases in a training loop of the user's own; in a run megatron-core does it."""
+"""The update of what routers keep, such as expert biases, in a training loop of the user's own."""
 
 import warnings
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_blackmamba.model.bias_routers import BiasRouter
 from megatron_blackmamba.model.language_model import LanguageModel
+from megatron_blackmamba.model.router import KindRouter, MegatronRouter
 
 from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
@@ -17,12 +17,15 @@ STEPS_WITHOUT_UPDATE = 2
 
 @torch.no_grad()
 def update_expert_bias(model: nn.Module) -> None:
-    """Move the bias of each expert by the tokens since the last call, over all replicas, to balance the experts."""
+    """Change what routers keep, by the tokens since the last call, over all replicas; biases balance the experts."""
     for module in model.modules():
         if isinstance(module, LanguageModel) and (reminder := vars(module).get("bias_reminder")) is not None:
             reminder.steps = 0
-        if isinstance(module, BiasRouter):
+        if isinstance(module, KindRouter):
             module.end_batch()
+            module.begin_batch()
+        elif isinstance(module, TopKRouter) and module.expert_bias is None:
+            module.reset_global_aux_loss_tracker()
         elif isinstance(module, TopKRouter) and module.expert_bias is not None:
             tokens_E, rate = module.local_tokens_per_expert, module.config.moe_router_bias_update_rate
             module.expert_bias.copy_(get_updated_expert_bias(tokens_E, module.expert_bias, rate))
@@ -30,16 +33,18 @@ def update_expert_bias(model: nn.Module) -> None:
 
 
 def remind_of_expert_bias(model: LanguageModel) -> None:
-    """Have the model warn when its weights are updated again and again and the expert biases never."""
-    if any(getattr(module, "expert_bias", None) is not None for module in model.modules()):
-        model.bias_reminder = _Reminder()
+    """Have the model warn when its weights are updated again and again and what routers keep never."""
+    found = (module.kind.state for module in model.modules() if isinstance(module, KindRouter | MegatronRouter))
+    if kept := next(found, ()):
+        model.bias_reminder = _Reminder(kept)
         model.register_forward_pre_hook(model.bias_reminder)
 
 
 class _Reminder:
     """Counts the updates of the weights that it sees between forward passes in training."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: tuple[str, ...]) -> None:
+        self.kept = kept
         self.version: int | None = None
         self.steps = 0
 
@@ -50,8 +55,9 @@ class _Reminder:
         self.steps += self.version not in (None, version)
         self.version = version
         if self.steps == STEPS_WITHOUT_UPDATE:
-            warnings.warn(
-                "the expert biases are not updated, so nothing balances the experts: call update_expert_bias(model)"
-                " after each optimizer.step()",
-                stacklevel=3,
+            fault = (
+                "the expert biases are not updated, so nothing balances the experts"
+                if "expert_bias" in self.kept
+                else f"what the routers keep ({', '.join(self.kept)}) is not updated"
             )
+            warnings.warn(f"{fault}: call update_expert_bias(model) after each optimizer.step()", stacklevel=3)

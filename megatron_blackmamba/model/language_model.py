@@ -121,9 +121,9 @@ class LanguageModel(LanguageModule):
 
     def _losses_of_next(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the losses of the extra depth: it reads the labels, and predicts the labels after them."""
-        stream_SBD = self.decoder.take_stream()
+        read_SBD = self.decoder.take_read_ahead()
         hidden_SBD = self.extra_depth(
-            stream_SBD, self.embedded(labels_BS), self._layer_inputs(labels_BS, tokens_BS[:, 0])
+            read_SBD, self.embedded(labels_BS), self._layer_inputs(labels_BS, tokens_BS[:, 0])
         )
         return self._losses_of(hidden_SBD, labels_BS.roll(-1, dims=1), z_loss=0.0)[0]
 
@@ -203,7 +203,7 @@ class LanguageModel(LanguageModule):
         for name, block in self.decoder.layers.named_children():
             router = getattr(block.mixer, "router", None)
             if router is not None:
-                rows[int(name)] = router.tokens_E
+                rows[int(name)] = router.tokens_E[: model.experts]  # behind them may be a choice that skips
                 counters.append(router.tokens_E)
         tokens_LE = torch.stack(rows)
         if counters:

@@ -1,6 +1,7 @@
 """Multi-token prediction: an extra depth that predicts the token after the next one (DeepSeek-V3).
 
-It reads the stream behind the last layer and the embedding of the next token. Embedding and head are the model's own.
+It reads the stream behind the last layer, or the last norm of it, and the embedding of the next token. Embedding and
+head are the model's own.
 megatron-core's MultiTokenPredictionLayer holds a transformer layer with self-attention only.
 
 Shapes: S sequence (of this rank), B batch, D model.
@@ -37,16 +38,16 @@ class ExtraDepth(MegatronModule):
             for kind in layers_of(config.described.mtp.pattern or "")
         )
 
-    def forward(self, stream_SBD: Tensor, embedded_SBD: Tensor, inputs: LayerInputs) -> Tensor:
+    def forward(self, read_SBD: Tensor, embedded_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         """Return what the head reads to predict the token after the next one.
 
         Args:
-            stream_SBD: The residual stream of the model behind its last layer.
+            read_SBD: The residual stream of the model behind its last layer, or behind its last norm.
             embedded_SBD: The embeddings of the next tokens.
             inputs: Of the layers, for the next tokens.
         """
-        both_SBC = torch.cat([self.embedding_norm(embedded_SBD), self.hidden_norm(stream_SBD)], dim=-1)
-        x_SBD = self.proj(both_SBC).to(stream_SBD.dtype)
+        both_SBC = torch.cat([self.embedding_norm(embedded_SBD), self.hidden_norm(read_SBD)], dim=-1)
+        x_SBD = self.proj(both_SBC).to(embedded_SBD.dtype)
         branch_SBD: Tensor | None = None
         for block in self.layers:
             x_SBD, branch_SBD = block(x_SBD, branch_SBD, inputs)

@@ -40,13 +40,14 @@ class LastNorm(nn.Module):
         super().__init__()
         self.kind, self.eps, self.dtype = norms.kind_of(config.described.final_norm), eps, config.params_dtype
         self.compute = torch.promote_types(self.dtype, torch.float32)
+        self.own = self.kind.own(config.described)
         for name in self.kind.parameters:
             parameter = replicated(empty(hidden_size, dtype=self.dtype), config.sequence_parallel)
             self.register_parameter(name, without_decay(parameter))
 
     def forward(self, x: Tensor) -> Tensor:
         parameters_D = tuple(getattr(self, name).to(self.compute) for name in self.kind.parameters)
-        return self.kind.apply(x.to(self.compute), parameters_D, self.eps).to(self.dtype)
+        return self.kind.apply(x.to(self.compute), parameters_D, self.eps, *self.own).to(self.dtype)
 
 
 class Affine(nn.Module):

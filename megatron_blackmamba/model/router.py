@@ -37,18 +37,19 @@ class _Counted(Router):
         self.described = config.described
         self.kind = routers.kind_of(config.described.router.kind)
         self.use = self.kind.use(config.described)
+        self.choices = self.kind.choices(config.described)
         self.groups: dict[str, dist.ProcessGroup | None] = {}
         if self.kind.learned:
             self.bias = None
             if config.described.router.bias:
-                bias_E = empty(config.num_moe_experts, dtype=config.params_dtype)
+                bias_E = empty(self.choices, dtype=config.params_dtype)
                 self.bias = without_decay(replicated(bias_E, config.sequence_parallel))
         else:
             del self.weight
             self.register_parameter("weight", None)
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
-        self.register_buffer("tokens_E", self._counts(config.num_moe_experts), persistent=False)
+        self.register_buffer("tokens_E", self._counts(self.choices), persistent=False)
         self.z_loss = config.described.router.z_loss
         if self.z_loss:
             self.register_buffer("log_sums", self._counts(2).double(), persistent=False)  # of squares, and tokens
@@ -69,7 +70,7 @@ class _Counted(Router):
             assert inputs is not None, f"model.router.kind={self.kind.name} reads token ids"
             first, count = self.tp_group.rank() * len(hidden_SBD), len(hidden_SBD)  # sequence parallelism
             ids_T = inputs.ids_BS[:, first : first + count].t().flatten()
-        return Tokens(self.described, ids_T, getattr(self, "expert_bias", None), self.groups)
+        return Tokens(self.described, ids_T, {name: getattr(self, name) for name in self.kind.state}, self.groups)
 
     def selecting(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the numbers by whose size tokens choose their experts by themselves, `[S, B, E]`."""
@@ -113,11 +114,22 @@ class _Counted(Router):
 
 
 class KindRouter(_Counted):
-    """A router whose kind chooses the experts in training; else every token finds its own."""
+    """A router whose kind chooses the experts in training; else every token finds its own.
+
+    It has the kind's weights and state. A module of another kind derives from it, and changes the state in `end_batch`.
+    """
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection)
         self._complete(config)
+        shapes = self.kind.inside(config.described)
+        if (weight := (self.choices, self.kind.inputs(config.described))) != (self.num_experts, config.hidden_size):
+            shapes = {"weight": weight, **shapes}
+        for name, shape in shapes.items():
+            parameter = replicated(empty(*shape, dtype=config.params_dtype), config.sequence_parallel)
+            self.register_parameter(name, parameter if len(shape) > 1 else without_decay(parameter))
+        for name in self.kind.state:
+            self.register_buffer(name, torch.zeros(self.choices, dtype=torch.float32, device=device.device()))
         groups = {"rank": None, "tensor": pg_collection.tp_cp, "data": pg_collection.tp_dp_cp}
         self.groups = {scope: several(group) for scope, group in groups.items()}
         self.seen_distinct = False
@@ -134,9 +146,34 @@ class KindRouter(_Counted):
 
     def logits(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> tuple[Tensor, Tensor]:
         """Return also what experts read: on GPUs the product that makes the router's gradient adds theirs."""
-        if self.kind.learned and applies(hidden_SBD, self.weight):
+        if self.kind.learned and self.kind.is_linear and applies(hidden_SBD, self.weight):
             return fp32_linear_and_input(hidden_SBD, self.weight, self.bias)
-        return self.gating(hidden_SBD), hidden_SBD
+        logits_SBE, carried_SBR = self.computed(hidden_SBD, inputs)
+        if inputs is not None:
+            inputs.carried_SBR = carried_SBR
+        return logits_SBE, hidden_SBD
+
+    def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
+        """Return logits in fp32 (or float64): rounded to bf16, near-equal experts would swap."""
+        return self.computed(hidden_SBD, inputs)[0]
+
+    def computed(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> tuple[Tensor, Tensor | None]:
+        """Return the logits and what the next layer's router reads, as the kind computes them."""
+        if self.kind.is_linear:
+            return super().gating(hidden_SBD, inputs), None
+        carried_SBR = self.carried(hidden_SBD, inputs)
+        return self.kind.logits(hidden_SBD.to(self.config.full_precision), self.widened(), carried_SBR, self.described)
+
+    def widened(self) -> dict[str, Tensor]:
+        """Return the weights in full precision, by name."""
+        return {name: weight.to(self.config.full_precision) for name, weight in self.named_parameters(recurse=False)}
+
+    def carried(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> Tensor | None:
+        """Return what the router before left; zeros if there is none, so that every parameter has a gradient."""
+        if inputs is not None and inputs.carried_SBR is not None:
+            return inputs.carried_SBR
+        R = self.kind.carried(self.described)
+        return hidden_SBD.new_zeros(*hidden_SBD.shape[:2], R, dtype=self.config.full_precision) if R else None
 
     def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         """Return the experts of each token: `[T, K]`, or `[T, E]` bool where their number differs."""
@@ -198,6 +235,15 @@ class MegatronRouter(_Counted, TopKRouter):
 
     def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
         return self.with_z_loss(super().gating(hidden_SBD))
+
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Make up for the data-parallel ranks: megatron-core divides a batch's loss by their number, twice."""
+        ranks = self.tp_dp_cp_group.size() // self.tp_cp_group.size() if aux_loss_type == "global_aux_loss" else 1
+        coefficient: float = super().get_aux_loss_coeff(aux_loss_type)
+        return coefficient * ranks
+
+    def begin_batch(self) -> None:
+        self.reset_global_aux_loss_tracker()
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         weights_TE, chosen_TE = super().forward(hidden_SBD)

@@ -104,7 +104,7 @@ class Stack(MegatronModule):
         self.tp_group = pg_collection.tp
         self.pre_process = pre_process
         self.received_SBD: Tensor | None = None
-        self.stream_SBD: Tensor | None = None
+        self.read_ahead_SBD: Tensor | None = None
         pattern = config.described.pattern
         here = layers_of_stage(config.described, pg_collection.pp.rank(), pg_collection.pp.size())
         self.parallel = config.described.arrangement == "parallel"
@@ -143,17 +143,18 @@ class Stack(MegatronModule):
                 shared = block.norm(x)
             x, branch = block(x, branch, inputs, shared)
         x = added(x, branch)
-        if self.config.described.mtp.pattern and self.training:
-            self.stream_SBD = x
         if self.final_layernorm is not None:
-            return self.final_layernorm(x)
+            normed = self.final_layernorm(x)
+            if (mtp := self.config.described.mtp).pattern and self.training:
+                self.read_ahead_SBD = x if mtp.reads == "stream" else normed
+            return normed
         return x if inputs.carried_SBR is None else torch.cat([x, inputs.carried_SBR], dim=-1)
 
-    def take_stream(self) -> Tensor:
-        """Return what the last norm read in the last forward pass of training with model.mtp, and let go of it."""
-        stream_SBD, self.stream_SBD = self.stream_SBD, None
-        assert stream_SBD is not None, "only a forward pass of training keeps it"
-        return stream_SBD
+    def take_read_ahead(self) -> Tensor:
+        """Return what the extra depth reads of the last forward pass of training, and let go of it."""
+        read_SBD, self.read_ahead_SBD = self.read_ahead_SBD, None
+        assert read_SBD is not None, "only a forward pass of training with model.mtp keeps it"
+        return read_SBD
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         modules: dict[str, nn.Module] = {f"layers.{name}.": block for name, block in self.layers.named_children()}

@@ -6,12 +6,14 @@ Shapes: D model.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_blackmamba.registry import Cannot, Kind
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from megatron_blackmamba.settings import ModelConfig
 
 OWN_MODULE = "megatron_blackmamba.model.norms:LastNorm"
 PREFIX = "decoder.final_layernorm."
@@ -36,4 +38,8 @@ class NormKind(Kind, ABC):
 
     @abstractmethod
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:
-        """Return the norm of the last axis of x, in training and decoding."""
+        """Return the norm of the last axis of x, in training and decoding. A kind with `settings` takes them too."""
+
+    def own(self, model: ModelConfig) -> tuple[Any, ...]:
+        """Return the last argument of `apply`, the values of `settings`, if the kind has any."""
+        return (self.settings_in(model),) if self.settings else ()

@@ -36,15 +36,23 @@ class RouterConfig(Section):
     """Factor of the logits inside Sinkhorn; larger values follow the logits more."""
     start: Annotated[Literal["balanced", "uniform"], FIXED_IN_RUN] = "balanced"
     """balanced: the paper's initial values, with each expert normalised over the tokens. uniform: the textbook's."""
-    scope: Literal["rank", "tensor", "data"] = "tensor"
-    """Ranks whose tokens sinkhorn and expert_choice balance together. rank: each rank alone. tensor: the tensor- and
-    context-parallel ranks, which share sequences. data: also the data-parallel group."""
+    scope: Literal["rank", "tensor", "data", "sequence"] = "tensor"
+    """Ranks whose tokens sinkhorn and expert_choice balance together, or the softmax router's loss. rank: each rank
+    alone. tensor: the tensor- and context-parallel ranks, which share sequences. data: also the data-parallel group;
+    the softmax router's loss then counts the step's micro-batches so far. sequence, of softmax: each sequence."""
     aux_loss: float = Field(0.01, ge=0)
     """Weight of the load-balancing loss of the softmax router."""
+    groups: int = Field(1, ge=1, le=2**16)
+    """Equal groups of experts, of softmax and expert_bias: each token chooses among the experts of group_top_k groups.
+    1: among all."""
+    group_top_k: int = Field(1, ge=1)
+    """Groups of a token: those whose top_k / group_top_k best experts have the largest sum of scores."""
     bias_update_rate: float = Field(0.001, gt=0)
     """Amount by which expert_bias changes the bias of an expert after each step; of zaya, its Adam's learning rate."""
     hidden_size: int = Field(256, gt=0, le=WIDEST)
     """Width of zaya's MLP: the numbers of a token that each router hands to the next."""
+    skip: bool = False
+    """Give zaya's router one more choice, which adds nothing for the token and costs nothing."""
     z_loss: Annotated[float, LOSS_WEIGHT] = Field(0.0, ge=0)
     """Weight of the squared log-sum of each token's router logits in the loss (ST-MoE: 0.001). 0: none."""
     bias: bool = True
@@ -208,6 +216,9 @@ class MtpConfig(Section):
     """Layers of the extra depth, as letters that model.pattern has too. null: no extra depth."""
     loss: Annotated[float, LOSS_WEIGHT] = Field(0.1, gt=0)
     """Weight of its loss (DeepSeek-V3: 0.3, later 0.1)."""
+    reads: Literal["stream", "norm"] = "stream"
+    """stream: the extra depth reads the residual stream behind the last layer. norm: what the last norm makes of it, as
+    in Nemotron 3."""
 
 
 class ModelConfig(Section):
@@ -290,6 +301,8 @@ class ModelConfig(Section):
     """Multi-token prediction by an extra depth."""
     mup: MupConfig = MupConfig()
     """Width transfer (µP) from a narrower base model."""
+    extensions: dict[str, dict[str, Any]] = Field({})
+    """Keys of layers, routers and norms that define their own, by the name of the kind and of the key."""
 
     @model_validator(mode="after")
     def _widths(self) -> "ModelConfig":
@@ -305,6 +318,8 @@ class ModelConfig(Section):
             raise ValueError(
                 "model.residual_scaling: the extra depth of model.mtp.pattern has none. Leave one of them out"
             )
+        if self.mtp.reads != "stream" and not self.mtp.pattern:
+            raise ValueError(f"model.mtp.reads={self.mtp.reads} needs an extra depth: set model.mtp.pattern")
         if self.top_k > self.experts:
             raise ValueError(f"model.top_k={self.top_k} is more than model.experts={self.experts}")
         if self.mup.base_heads and not self.mup.base_width:

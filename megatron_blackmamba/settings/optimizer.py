@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -104,6 +104,8 @@ class OptimizerConfig(Section):
     """Shard the optimizer state over the data-parallel group."""
     groups: GroupsConfig = GroupsConfig()
     """Factors of learning rate and weight decay by kind of parameter."""
+    extensions: dict[str, dict[str, Any]] = Field({})
+    """Keys of an optimizer that defines its own, by the name of the kind and of the key."""
 
     @model_validator(mode="after")
     def _minimum(self) -> "OptimizerConfig":

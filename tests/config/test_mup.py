@@ -129,6 +129,7 @@ def test_heads_of_a_base_model_need_its_width():
     [
         (["model.mtp.pattern=M*"], r"model\.mtp\.pattern='M\*' is made of letters of model\.pattern=MEME"),
         (["model.mtp.pattern=''"], r"model\.mtp\.pattern='' is made of letters"),
+        (["model.mtp.reads=norm"], r"model\.mtp\.reads=norm needs an extra depth: set model\.mtp\.pattern"),
         (["model.mtp.pattern=M", "model.arrangement=parallel"], r"model\.mtp has no parallel arrangement"),
         (["model.mtp.pattern=M", "parallel.pipeline=2"], r"parallel\.pipeline=2 cannot train model\.mtp.*pipeline=1"),
         (["model.mtp.pattern=M", "parallel.context=2"], r"parallel\.context=2 cannot train model\.mtp.*context=1"),

@@ -50,6 +50,7 @@ KDA = [*DELTA, "model.delta.variant=kda", "model.delta.decay_rank=6"]
 DELTA += ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true", "model.eod_reset=397"]
 ZAYA = ["model.pattern=EMEE", "model.router.kind=zaya", "model.router.hidden_size=24", "model.residual_scaling=true"]
 ZAYA += ["model.router.bias_update_rate=0.01", "model.eod_reset=397"]
+SKIP = [*ZAYA, "model.router.skip=true"]
 DECAY = ["optimizer.weight_decay=0.1"]  # so that decaying what should not be shows in every comparison
 BF16 = ["training.precision=bf16", "training.global_batch=16", "data.sequence_length=64"]
 FP8 = [*BF16, "kernels.linear=fp8"]
@@ -58,6 +59,18 @@ FP32 = ["training.precision=fp32"]
 ROUTERS = {  # two experts a token, and one for all
     "sinkhorn": ["model.shared_expert_hidden_size=64"],
     "softmax": ["model.router.kind=softmax"],
+    "softmax_sequence": ["model.router.kind=softmax", "model.router.aux_loss=0.5", "model.router.scope=sequence"],
+    "softmax_groups": [
+        "model.router.kind=softmax",
+        "model.router.aux_loss=0.5",
+        "model.router.groups=4",
+        "model.router.group_top_k=2",
+    ],
+    "expert_bias_groups": [
+        "model.router.kind=expert_bias",
+        "model.router.bias_update_rate=0.02",
+        "model.router.groups=4",
+    ],
     "expert_bias": ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.02"],
     "expert_choice": ["model.router.kind=expert_choice"],
 }
@@ -90,6 +103,7 @@ NEMOTRON = [  # no size is another one divided
 LATENT = [*NEMOTRON, "model.pattern=SEEE", "model.latent_size=20", "model.eod_reset=397"]
 MIXTRAL = [*TRANSFORMER_MOE, "model.final_norm=rms", "model.top_k=2", "model.router.kind=softmax"]
 MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.activation=relu2"]
+WHOLE = ["model.router.kind=softmax", "model.top_k=2", "model.router.aux_loss=0.5", "model.router.scope=data"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
 LONG = ("dp2", "ep2", "pp2", "tp2", "zaya_solo", "zaya_pp2_tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
@@ -152,6 +166,13 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "zaya_pp2_tp2": (4, [*ZAYA, "parallel.pipeline=2", "parallel.tensor=2", "training.recompute=layers"]),
     "zaya_pp2_ep2": (4, [*ZAYA, "parallel.pipeline=2", "parallel.expert=2"]),
     "zaya_cp2_pp2": (4, [*ZAYA, "parallel.context=2", "parallel.pipeline=2"]),
+    "zaya_skip_solo": (1, SKIP),
+    "zaya_skip_pp2_tp2": (4, [*SKIP, "parallel.pipeline=2", "parallel.tensor=2", "training.recompute=layers"]),
+    "zaya_skip_tp2_ep2": (4, [*SKIP, "parallel.tensor=2", "parallel.expert=2"]),
+    "zaya_skip_ep2": (2, [*SKIP, "parallel.expert=2", "kernels.dispatcher=allgather"]),
+    "zaya_skip_etp2": (2, [*SKIP, "parallel.tensor=2", "parallel.expert_tensor=2"]),
+    "zaya_skip_cp4": (4, [*SKIP, "parallel.context=4"]),
+    "zaya_skip_cp2_pp2": (4, [*SKIP, "parallel.context=2", "parallel.pipeline=2", "training.recompute=experts"]),
     "zaya_parallel_solo": (1, [*ZAYA, *PARALLEL, "model.residual_scaling=false"]),
     "zaya_parallel_pp2": (2, [*ZAYA, *PARALLEL, "model.residual_scaling=false", "parallel.pipeline=2"]),
     "mimo_solo": (1, MIMO),
@@ -169,10 +190,16 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "stable_pp2": (2, [*STABLE, "parallel.pipeline=2", "training.recompute=layers"]),
     "stable_ep2": (2, [*STABLE, "parallel.expert=2"]),
     "stable_cp2": (2, [*STABLE, "parallel.context=2"]),
+    "whole_solo": (1, WHOLE),
+    "whole_tp2_cp2": (4, [*WHOLE, "parallel.tensor=2", "parallel.context=2"]),
+    "whole_pp2": (2, [*WHOLE, "parallel.pipeline=2", "training.recompute=layers"]),
+    "whole_ep2": (2, [*WHOLE, "parallel.expert=2", "training.micro_batch=1"]),  # the same micro-batches, in two halves
     "ahead_solo": (1, AHEAD),
     "ahead_dp2": (2, AHEAD),
     "ahead_ep2": (2, [*AHEAD, "parallel.expert=2", "training.recompute=layers"]),
     "ahead_tp2": (2, [*AHEAD, "parallel.tensor=2"]),
+    "ahead_norm_solo": (1, [*AHEAD, "model.mtp.reads=norm"]),
+    "ahead_norm_tp2_ep2": (4, [*AHEAD, "model.mtp.reads=norm", "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_solo": (1, ATTENTIVE),
     "attentive_tp2_ep2": (4, [*ATTENTIVE, "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),

@@ -28,6 +28,7 @@ EVERYDAY = (
     "delta_cp2_tp2",
 )
 EVERYDAY += ("zaya_pp2_tp2", "latent_tp2_ep2", "stable_ep2", "ahead_tp2", "attentive_tp2_ep2", "nemotron_pp2")
+EVERYDAY += ("zaya_skip_tp2_ep2", "whole_ep2", "softmax_sequence_cp2_ep2", "softmax_groups_tp2_ep2")
 EVERYDAY += ("softmax_cp2_ep2", "expert_bias_tp2_ep2", "expert_choice_cp2_ep2")
 
 
@@ -99,7 +100,7 @@ def test_z_losses_match_one_process(runs, name):
 
 @pytest.mark.parametrize("name", layouts([name for name in EXACT if name.startswith("ahead")]))
 def test_losses_of_the_extra_depth_match_one_process(runs, name):
-    assert furthest(runs[name]["mtp_losses"], runs["ahead_solo"]["mtp_losses"]) < 1e-10
+    assert furthest(runs[name]["mtp_losses"], runs[alone(name)]["mtp_losses"]) < 1e-10
 
 
 @pytest.mark.parametrize("name", layouts(["fp32_ep2", "fp32_cp2"]))
@@ -144,6 +145,12 @@ def test_weights_really_moved(runs):
     initial, final = runs["solo"]["initial"][0], runs["solo"]["final"][0]
     assert initial.keys() == final.keys()
     assert all(initial[shard] != final[shard] for shard in initial)
+
+
+@pytest.mark.parametrize("name", layouts([name for name in LAYOUTS if name.startswith("zaya_skip")]))
+def test_some_tokens_skip_the_experts(runs, name):
+    computed = [sum(of_step[layer]) for of_step in runs[name]["expert_tokens"] for layer in (0, 2, 3)]
+    assert max(computed) > 8 * 32 * 0.8 and 0 < min(computed) < 8 * 32 * 0.95
 
 
 @pytest.mark.parametrize("name", [f"{router}_solo" for router in ROUTERS])

@@ -64,6 +64,10 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         "BLACKMAMBA_DATA=/tokens ",
         "blackmamba evaluate runs/blackmamba_1.5b ",
     ),
+    "today's corpora (tests/docs/test_cluster_path.py)": (
+        *("blackmamba data corpora ", "bash -e prepare.sh", "export BLACKMAMBA_DATA="),
+        "blackmamba plan blackmamba_1.5b data.mixture=open_mix ",
+    ),
     "minutes": ("python -m benchmarks.",),
     "object storage (tests/docs/test_data_page.py)": (
         "blackmamba data tokenize pile/train s3://",

@@ -32,6 +32,12 @@ def test_page_counts_the_files_of_each_example():
     assert rows == dict.fromkeys(EXAMPLES, "1") | {"layer kind": str(files)}
 
 
+def test_example_with_own_keys_is_shown_whole():
+    file = ROOT / "tests/routers/first_experts.py"
+    assert file.read_text() in PAGE
+    assert [path for path in CODE if re.search(r"first.?experts", path.read_text(), re.IGNORECASE)] == []
+
+
 @pytest.mark.parametrize("what", EXAMPLES)
 def test_worked_example_is_one_file(what):
     file, names = EXAMPLES[what]
@@ -40,6 +46,12 @@ def test_worked_example_is_one_file(what):
     assert shown, f"docs/extending.md neither links nor shows {file}"
     known = [str(path) for path in CODE if re.search(names, path.read_text(), re.IGNORECASE)]
     assert known == []
+
+
+@pytest.mark.parametrize("file", ["kind.py", "module.py"])
+def test_router_with_state_is_linked_and_unknown(file):
+    assert f"(../tests/routers/levelled/{file})" in PAGE
+    assert [str(path) for path in CODE if re.search("levelled", path.read_text(), re.IGNORECASE)] == []
 
 
 @pytest.mark.parametrize("what", ["layer kind", "router", "optimizer"])

@@ -23,11 +23,12 @@ SMALL += ["model.mamba2.head_dim=16", "model.mamba2.state_size=6", "model.attent
 PROMPT = [9, 3, 5, 22, 41, 5, 8]
 
 
-@pytest.fixture(scope="module", params=[("ME", "ME"), ("MS*E", "*SE")], ids=str)
+@pytest.fixture(scope="module", params=[("ME", "ME", "norm"), ("MS*E", "*SE", "stream")], ids=str)
 def canonical(request, place):
     """A model whose weights are so large that its greedy text wanders."""
-    pattern, extra = request.param
-    run = load("tiny", [*SMALL, f'model.pattern="{pattern}"', f'model.mtp.pattern="{extra}"', "model.init.std=0.3"])
+    pattern, extra, reads = request.param
+    ahead = [f'model.mtp.pattern="{extra}"', f"model.mtp.reads={reads}"]
+    run = load("tiny", [*SMALL, f'model.pattern="{pattern}"', *ahead, "model.init.std=0.3"])
     return megatron.of_module(models.build(run, place))
 
 

@@ -5,6 +5,7 @@ differences. The tests take one model of each family from here.
 """
 
 import argparse
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 NORMS_GROUPS = Version(transformers.__version__) >= Version("5.23")
 WHY_NOT_GROUPS = "transformers before 5.23 normalises the groups of Mamba-2 as one"
@@ -108,6 +109,33 @@ def write_model(model_type: str, folder: Path, **keys: Any) -> Path:
         state["lm_head.weight"] = state[next(name for name in state if "embed" in name)]
     model.load_state_dict(state)
     model.save_pretrained(folder, max_shard_size="10KB")
+    return folder
+
+
+def write_extra_depth(folder: Path, **keys: Any) -> Path:
+    """Write a random Nemotron-H with the weights of multi-token prediction: the layers are those of another model."""
+    index_file = write_model("nemotron_h", folder, **keys) / "model.safetensors.index.json"
+    own = write_model(
+        "nemotron_h", folder.with_name(f"{folder.name}_depth"), **keys | {"hybrid_override_pattern": "*E"}
+    )
+    layers = {name: value for name, value in tensors(own).items() if name.startswith("backbone.layers.")}
+    depth = {name.replace("backbone.", "mtp."): value for name, value in layers.items()}
+    drawn, D = torch.Generator().manual_seed(5), keys["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {"layers.0.enorm": (D,), "layers.0.hnorm": (D,)}
+    shapes |= {"layers.0.eh_proj": (D, 2 * D), "layers.1.final_layernorm": (D,)}
+    depth |= {f"mtp.{name}.weight": torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+    save_file(depth, folder / "depth.safetensors", {"format": "pt"})
+    index = json.loads(index_file.read_text())
+    index["weight_map"] |= dict.fromkeys(depth, "depth.safetensors")
+    index_file.write_text(json.dumps(index))
+    return described(folder, num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E")
+
+
+def described(folder: Path, **keys: Any) -> Path:
+    """Add keys to a config.json, in which the layers of an extra depth then have no second name."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["mtp_layers_block_type"]
+    (folder / "config.json").write_text(json.dumps(config | keys))
     return folder
 
 

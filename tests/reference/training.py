@@ -33,6 +33,7 @@ class Recipe:
     logit_softcap: float | None = None
     extra: str = ""
     """Letters of the extra depth."""
+    extra_reads: str = "stream"
     extra_loss: float = 0.0
     rate: float = 3e-3
     decay: float = 0.1
@@ -42,6 +43,16 @@ class Recipe:
     embedding: float = 1.0
     residual: float = 1.0
     bias_rate: float = 1e-3
+    top_k: int = 1
+    aux_loss: float = 0.0
+    scope: str = "tensor"
+    """Of the softmax router's auxiliary loss."""
+    expert_groups: tuple[int, int] = (1, 1)
+    """Groups of experts, and how many of them a token chooses from."""
+    balance: list[Tensor] = field(default_factory=list)
+    """The auxiliary loss of each layer in this micro-batch."""
+    counts: dict[str, list[list[int]]] = field(default_factory=dict)
+    """By layer the choices of each micro-batch so far in this step."""
     attention: float | None = None
     logits: float = 1.0
     factors: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -72,12 +83,14 @@ class Plain:
         of_routers: dict[int, list[float]] = {}
         for batch in micro_batches:
             mask_BS = batch["loss_mask"].double()
+            self.recipe.balance.clear()
             logits_BSV, routers, stream_BSD = logits_of(self.weights, self.recipe, batch["tokens"], self.biases)
             log_sum_BS = logits_BSV.logsumexp(-1)
             losses_BS = log_sum_BS - logits_BSV.gather(-1, batch["labels"][..., None])[..., 0]
             total = ((losses_BS + self.recipe.z_loss * log_sum_BS**2) * mask_BS).mean()
             if self.recipe.extra:
                 total = total + self.recipe.extra_loss * self._extra(stream_BSD, batch["labels"], mask_BS)
+            total = total + sum(self.recipe.balance)  # of the extra depth too
             for layer, mean in routers.items():
                 total = total + self.recipe.router_z_loss * mean
                 of_routers.setdefault(layer, []).append(float(mean.detach()))
@@ -86,6 +99,7 @@ class Plain:
             squares += float((log_sum_BS**2 * mask_BS).detach().sum())
             counted += float(mask_BS.sum())
         self._update()
+        self.recipe.counts.clear()
         for balance in self.biases.values():
             balance.move(self.recipe.bias_rate)
         return loss / counted, squares / counted, {layer: sum(x) / len(x) for layer, x in of_routers.items()}
@@ -93,6 +107,7 @@ class Plain:
     def _extra(self, stream_BSD: Tensor, labels_BS: Tensor, mask_BS: Tensor) -> Tensor:
         """Return the mean loss of the token after the next one; a sequence's last token has none and counts as 0."""
         w, recipe, name = self.weights, self.recipe, "extra_depth."
+        stream_BSD = _last_norm(w, stream_BSD) if recipe.extra_reads == "norm" else stream_BSD
         embedding_VD = w["embedding.word_embeddings.weight"]
         embedded_BSD = _rms(recipe.embedding * embedding_VD[labels_BS], w[name + "embedding_norm.weight"])
         both_BSC = torch.cat([embedded_BSD, _rms(stream_BSD, w[name + "hidden_norm.weight"])], -1)
@@ -175,7 +190,7 @@ def _layers(
         elif recipe.router == "zaya":
             y_BSD, routers[i], carried_TR = _carrying(m, u_BSD, carried_TR, biases, start)
         else:
-            y_BSD, routers[i] = _experts(m, recipe, u_BSD)
+            y_BSD, routers[i] = _experts(m, recipe, u_BSD, start)
         y_BSD = recipe.residual * y_BSD
         if start + "stream.scale" in w:
             x_BSD = (x_BSD + w[start + "stream.bias"]) * w[start + "stream.scale"]
@@ -190,13 +205,16 @@ def logits_of(
     """Return the logits, of each router the mean squared log-sum of its logits, and the stream before the last norm."""
     embedding_VD = w["embedding.word_embeddings.weight"]
     x_BSD, routers = _layers(w, recipe, recipe.pattern, "decoder.", recipe.embedding * embedding_VD[tokens_BS], biases)
-    stream_BSD = x_BSD
+    logits_BSV = _last_norm(w, x_BSD) @ embedding_VD.T / recipe.logits
+    cap = recipe.logit_softcap
+    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers, x_BSD
+
+
+def _last_norm(w: dict[str, Tensor], x_BSD: Tensor) -> Tensor:
     mean = x_BSD.mean(-1, keepdim=True)
     variance = ((x_BSD - mean) ** 2).mean(-1, keepdim=True)
     x_BSD = (x_BSD - mean) / (variance + EPS).sqrt() * w["decoder.final_layernorm.weight"]
-    logits_BSV = (x_BSD + w["decoder.final_layernorm.bias"]) @ embedding_VD.T / recipe.logits
-    cap = recipe.logit_softcap
-    return (logits_BSV if cap is None else cap * torch.tanh(logits_BSV / cap)), routers, stream_BSD
+    return x_BSD + w["decoder.final_layernorm.bias"]
 
 
 def _rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -378,7 +396,7 @@ def _turned(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> tuple[Tensor, Tensor]:
+def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor, layer: str) -> tuple[Tensor, Tensor]:
     x_TD = u_BSD.flatten(0, 1)
     logits_TE = x_TD @ m["router.weight"].T + m["router.bias"]
     scores_TE, ranking_TE = torch.softmax(logits_TE, -1), logits_TE.detach()
@@ -387,16 +405,51 @@ def _experts(m: dict[str, Tensor], recipe: Recipe, u_BSD: Tensor) -> tuple[Tenso
         for axis in (0, 1, 0):
             plan = plan / plan.sum(axis, keepdim=True)
         ranking_TE = plan
-    y_TD = _chosen(m, x_TD, scores_TE, ranking_TE.argmax(-1).tolist())
-    return y_TD.view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean()
+    if recipe.aux_loss:
+        recipe.balance.append(recipe.aux_loss * _unbalanced(recipe, scores_TE, u_BSD.shape[:2], layer))
+    groups = [_allowed(scores_E, recipe) for scores_E in scores_TE.tolist()]
+    experts = [best(row_E, recipe.top_k, among) for row_E, among in zip(ranking_TE.tolist(), groups, strict=True)]
+    return _chosen(m, x_TD, scores_TE, experts).view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean()
 
 
-def _chosen(m: dict[str, Tensor], x_TD: Tensor, scores_TE: Tensor, experts: list[int]) -> Tensor:
+def best(numbers: list[float], count: int, among: list[int]) -> list[int]:
+    return sorted(among, key=lambda e: -numbers[e])[:count]
+
+
+def _allowed(scores_E: list[float], recipe: Recipe) -> list[int]:
+    """Return the experts of the groups of a token."""
+    groups, chosen = recipe.expert_groups
+    each = len(scores_E) // groups
+    sums = [sum(sorted(scores_E[g * each : (g + 1) * each])[-(recipe.top_k // chosen) :]) for g in range(groups)]
+    return [g * each + e for g in best(sums, chosen, list(range(groups))) for e in range(each)]
+
+
+def _unbalanced(recipe: Recipe, scores_TE: Tensor, shape: torch.Size, layer: str) -> Tensor:
+    """Return Switch's loss over a micro-batch, its sequences, or the micro-batches of a step so far."""
+    (B, S), E = shape, scores_TE.shape[1]
+    chosen = [best(scores_E, recipe.top_k, list(range(E))) for scores_E in scores_TE.tolist()]
+    parts = [(chosen, scores_TE)]
+    if recipe.scope == "sequence":
+        parts = [(chosen[b * S : (b + 1) * S], scores_TE[b * S : (b + 1) * S]) for b in range(B)]
+    if recipe.scope == "data":
+        recipe.counts.setdefault(layer, []).extend(chosen)
+        parts = [(recipe.counts[layer], scores_TE)]
+    losses = []
+    for choices, scores in parts:
+        every = [e for of_token in choices for e in of_token]
+        losses.append(E * sum(every.count(e) / len(every) * scores[:, e].mean() for e in range(E)))
+    return sum(losses) / len(losses)  # type: ignore[return-value]
+
+
+def _chosen(m: dict[str, Tensor], x_TD: Tensor, scores_TE: Tensor, experts: list[list[int]]) -> Tensor:
     rows, through = [], torch.eye(x_TD.shape[1], dtype=torch.float64)
     down, back = m.get("latent_down.weight", through), m.get("latent_up.weight", through)
-    for x_D, scores_E, expert in zip(x_TD, scores_TE, experts, strict=True):
-        gate, up = m["experts.fc1"][expert] @ (down @ x_D)
-        rows.append(scores_E[expert] * (back @ (m["experts.fc2"][expert] @ (F.silu(gate) * up))))
+    for x_D, scores_E, chosen in zip(x_TD, scores_TE, experts, strict=True):
+        y_D = torch.zeros_like(x_D)
+        for expert in chosen:
+            gate, up = m["experts.fc1"][expert] @ (down @ x_D)
+            y_D = y_D + scores_E[expert] * (back @ (m["experts.fc2"][expert] @ (F.silu(gate) * up)))
+        rows.append(y_D)
     return torch.stack(rows)
 
 
@@ -415,4 +468,9 @@ def _carrying(
     balance = biases.setdefault(layer, Balance(logits_TE.shape[1]))
     experts = (scores_TE.detach() + torch.tensor(balance.bias, dtype=torch.float64)).argmax(-1).tolist()
     balance.chosen += experts
-    return _chosen(m, x_TD, scores_TE, experts).view_as(u_BSD), (logits_TE.logsumexp(-1) ** 2).mean(), state_TR
+    computed = [[e] if e < len(m["experts.fc1"]) else [] for e in experts]  # behind them may be one that skips
+    return (
+        _chosen(m, x_TD, scores_TE, computed).view_as(u_BSD),
+        (logits_TE.logsumexp(-1) ** 2).mean(),
+        state_TR,
+    )

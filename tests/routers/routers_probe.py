@@ -12,6 +12,7 @@ import torch
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.config import load
+from tests.routers.levelled.kind import Levelled
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import fork_ranks, import_once
 
@@ -25,6 +26,7 @@ BIAS = ["model.router.kind=expert_bias", "model.router.bias_update_rate=0.05", "
 Z_LOSS = ["model.z_loss=0.01", "model.router.z_loss=0.01"]
 CHOICE = ("model.router.kind=expert_choice", "parallel.pipeline=2")
 UNBALANCED = ["model.router.kind=unbalanced"]
+LEVELLED = ["model.router.kind=levelled", *FP64]
 QUANTILE = ["model.router.kind=quantile", *FP64]
 PLAN_BIAS = ["model.router.kind=sinkhorn_bias", *FP64, "training.micro_batch=2", "training.evaluate_every=6"]
 HALF = "training.stop_after_steps=3"
@@ -48,6 +50,8 @@ JOBS = [
     ("unbalanced", 1, [*UNBALANCED]),
     ("unbalanced_fp64", 1, [*UNBALANCED, *FP64, HALF]),
     ("unbalanced_tp2", 2, [*UNBALANCED, *FP64, HALF, "parallel.tensor=2"]),
+    ("levelled", 1, [*LEVELLED, HALF]),
+    ("levelled_tp2", 2, [*LEVELLED, HALF, "parallel.tensor=2"]),
 ]
 
 
@@ -88,6 +92,7 @@ def exported(folder: Path) -> dict:
 
 def main(folder: Path) -> dict:
     routers.register(Unbalanced)
+    routers.register(Levelled)
     torch.set_num_threads(1)
     import_once()
     for name, ranks, overrides in JOBS:

@@ -8,8 +8,13 @@ import torch
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.inference import Decoder
+from megatron_blackmamba.inference.weights import pack
+from megatron_blackmamba.interchange import megatron
+from megatron_blackmamba.model import remind_of_expert_bias, update_expert_bias
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.routers import Cannot, Use
+from tests.routers.levelled.kind import Levelled
 from tests.routers.unbalanced import Unbalanced
 from tests.runtime.ranks import fork_script
 
@@ -43,6 +48,52 @@ def test_new_router_trains_alike_under_tensor_parallelism(went):
 def test_new_router_exports_and_decodes(went):
     assert went["exported"]["agrees"] and went["exported"]["kind"] == "unbalanced"
     assert went["exported"]["furthest"] < 1e-4
+
+
+def test_router_with_state_trains_alike_under_tensor_parallelism(went):
+    assert went["losses"]["levelled_tp2"] == pytest.approx(went["losses"]["levelled"], abs=1e-10)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])  # of one expert C++ computes a whole block, if the router is plain
+def test_router_with_state_writes_the_text_of_training(top_k, registered, build):
+    registered(Levelled)
+    words = ["model.router.kind=levelled", "model.pattern=MEE", f"model.top_k={top_k}", "training.precision=fp32"]
+    network = build(*words)
+    random = torch.Generator().manual_seed(0)
+    for name, tensor in network.state_dict().items():
+        if name.endswith(("router.gain", "router.load")):
+            tensor += torch.randn(tensor.shape, generator=random)
+    decoder = Decoder(pack(megatron.of_module(network), torch.float32))
+    state, written_BL = decoder.start(2), torch.randint(512, (2, 9), generator=random)
+    logits_BV = decoder.read(state, written_BL)
+    for _ in range(12):
+        expected_BV = network.train()(written_BL)[:, -1].detach()
+        torch.testing.assert_close(logits_BV, expected_BV, atol=2e-5, rtol=2e-5)
+        new_B = logits_BV.argmax(-1)
+        assert torch.equal(new_B, expected_BV.argmax(-1))
+        written_BL = torch.cat([written_BL, new_B[:, None]], 1)
+        logits_BV = decoder.step(state, new_B)
+
+
+def test_own_loops_move_every_state(registered, build):
+    registered(Levelled)
+    network = build("model.router.kind=levelled", "model.pattern=ME").train()
+    remind_of_expert_bias(network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    load_E = network.decoder.layers[1].mixer.router.load
+    ids_BS = torch.arange(64).view(2, 32)
+
+    def step():
+        network(ids_BS, ids_BS).mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+        update_expert_bias(network)
+    assert load_E.sum() == pytest.approx(1 - 0.9**3) and load_E.std() > 0
+    step()
+    with pytest.warns(UserWarning, match=r"what the routers keep .load. is not updated: call update_expert_bias"):
+        step()
 
 
 def test_expert_bias_resumes_exactly(went):
@@ -103,6 +154,13 @@ def test_registry_refuses_missing_answers_by_name():
 
     with pytest.raises(KindError, match="Silent does not define: depends_on, layouts, use, choose"):
         routers.register(Silent)
+
+
+def test_own_weights_without_their_logits_are_refused():
+    silent = {"name": "silent", "inside": lambda self, model: {"gain": (model.experts,)}}
+    for module in (Unbalanced.module, Levelled.module):
+        with pytest.raises(KindError, match=r"Silent does not define: logits \(it defines inside\)"):
+            routers.register(type("Silent", (Unbalanced,), silent | {"module": module}))
 
 
 @pytest.mark.parametrize(
@@ -166,8 +224,16 @@ def test_a_key_that_no_section_has_is_refused(registered):
             load("tiny", overrides)
 
 
-def test_choice_that_modeling_files_lack_is_not_exported(registered):
-    registered(type("Own", (Unbalanced,), {"name": "own", "selecting": lambda self, logits_TE, at: -logits_TE}))
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"selecting": lambda self, logits_TE, at: -logits_TE},
+        {"logits": Levelled.logits, "inside": Levelled.inside},
+        {"state": ("load",), "module": Levelled.module},
+    ],
+)
+def test_what_modeling_files_lack_is_not_exported(answers, registered):
+    registered(type("Own", (Unbalanced,), {"name": "own"} | answers))
     with pytest.raises(ConfigError, match=r"cannot export this model: the modeling files have no class for .*=own"):
         load("tiny", ["model.router.kind=own", "checkpoint.export_every=5"])
 

@@ -1,5 +1,7 @@
 """ZAYA1's router and residual scaling: as in transformers, in decoding, in exports, and with users' own loops."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import hf, megatron
+from megatron_blackmamba.interchange.canonical import shapes
 from megatron_blackmamba.interchange.zyphra import require_expressible
+from megatron_blackmamba.layers import kind_of
 from megatron_blackmamba.model.inputs import LayerInputs
 
 ROUTER = ["model.router.kind=zaya", "model.router.hidden_size=16", "training.precision=fp32"]
@@ -31,8 +35,9 @@ def random_ids(*shape):
     return torch.randint(512, shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_routers_and_experts_compute_as_in_transformers(build):
-    """Two layers: the second reads the first's state. Their expert that skips is one of ours without weights."""
+@pytest.mark.parametrize("skips", [False, True])
+def test_routers_and_experts_compute_as_in_transformers(skips, build):
+    """Two layers: the second reads the first's state. Their expert that skips is ours, or one without weights."""
     pytest.importorskip("transformers.models.zaya", reason="this version of transformers has no ZAYA1")
     from transformers import ZayaConfig
     from transformers.models.zaya.modeling_zaya import ZayaSparseMoeBlock
@@ -42,6 +47,7 @@ def test_routers_and_experts_compute_as_in_transformers(build):
     config._experts_implementation = "eager"
     random = torch.Generator().manual_seed(5)
     words = ["model.pattern=EE", "model.expert_hidden_size=32", "model.router.bias=false"]
+    words += [f"model.experts={EXPERTS - 1}", "model.router.skip=true"] if skips else []
     ours = build(*ROUTER, *words).eval()
     x_SBD, inputs, state = torch.randn(20, 2, D, generator=random), LayerInputs(None), None
     for layer in range(2):
@@ -52,7 +58,7 @@ def test_routers_and_experts_compute_as_in_transformers(build):
                 mean = 1.0 if name.endswith(("norm.weight", "scale")) else 0.0
                 weight.copy_(mean + scale * torch.randn(weight.shape, generator=random))
         mixer = ours.decoder.layers[layer].mixer
-        mixer.load_state_dict(mixer.state_dict() | named(theirs))
+        mixer.load_state_dict(mixer.state_dict() | named(theirs, EXPERTS - skips))
         expected_BSD, state = theirs(x_SBD.transpose(0, 1).contiguous(), state)
         found_SBD = mixer(x_SBD, inputs)
         torch.testing.assert_close(found_SBD.transpose(0, 1), expected_BSD, atol=1e-5, rtol=1e-5)
@@ -60,17 +66,17 @@ def test_routers_and_experts_compute_as_in_transformers(build):
         assert mixer.router.tokens_E.count_nonzero() > 2 and mixer.router.tokens_E[-1] > 0
 
 
-def named(theirs):
-    """Return the weights of their layer under our names; the last expert computes nothing."""
+def named(theirs, experts):
+    """Return the weights of their layer under our names; an expert that they have not computes nothing."""
     gate, mlp = theirs.gate, theirs.gate.router_mlp
     found = {"down": gate.down_proj.weight, "down_bias": gate.down_proj.bias, "norm": mlp.norm.weight}
     found |= {"first": mlp.fc1.weight, "first_bias": mlp.fc1.bias, "second": mlp.fc2.weight}
     found |= {"second_bias": mlp.fc2.bias, "weight": mlp.out_proj.weight, "expert_bias": gate.balancing_biases}
     found["carry"] = getattr(gate, "router_states_scale", torch.ones(R))
     fc1, fc2 = theirs.experts.gate_up_proj, theirs.experts.down_proj
-    fc1, fc2 = (torch.cat([weight, torch.zeros_like(weight[:1])]) for weight in (fc1, fc2))
+    fc1, fc2 = (torch.cat([weight, torch.zeros_like(weight[:1])])[:experts] for weight in (fc1, fc2))
     return {f"router.{name}": weight for name, weight in found.items()} | {
-        "experts.fc1": fc1.view(EXPERTS, 2, -1, D),
+        "experts.fc1": fc1.view(experts, 2, -1, D),
         "experts.fc2": fc2,
     }
 
@@ -90,10 +96,11 @@ def test_residual_scaling_computes_as_in_transformers(build):
     torch.testing.assert_close(sum(block(x_SBD, None, inputs)), expected_SBD, atol=1e-6, rtol=1e-6)
 
 
-def test_decoder_and_transformers_write_the_same_text(build, tmp_path):
+@pytest.mark.parametrize("words", [[], ["model.router.skip=true"], ["model.router.skip=true", "model.top_k=2"]])
+def test_decoder_and_transformers_write_the_same_text(words, build, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    network = moved(build(*MODEL)).eval()
+    network = moved(build(*MODEL, *words)).eval()
     tokens_BL = random_ids(2, 9)
     canonical = megatron.of_module(network)
     hf.write(canonical, tmp_path)
@@ -108,6 +115,7 @@ def test_decoder_and_transformers_write_the_same_text(build, tmp_path):
         new_B = logits_BV.argmax(-1)
         written_BL = torch.cat([written_BL, new_B[:, None]], 1)
         logits_BV = decoder.step(state, new_B, choices)
+    assert any(bool((choice == EXPERTS).any()) for choice in choices) == bool(words)
     assert len(choices) == 12 * 2  # watching the choice does not pass the state on twice
     theirs_BL = theirs.generate(tokens_BL, max_new_tokens=12, do_sample=False, pad_token_id=0)
     assert torch.equal(theirs_BL, written_BL)
@@ -117,7 +125,8 @@ def test_decoder_and_transformers_write_the_same_text(build, tmp_path):
 def test_recomputation_changes_no_gradient(build):
     ids_BS, found = random_ids(2, 16), []
     for how in ("none", "experts", "layers"):
-        network = moved(build(*MODEL, "training.precision=fp64", f"training.recompute={how}")).train()
+        words = ["training.precision=fp64", "model.router.skip=true", f"training.recompute={how}"]
+        network = moved(build(*MODEL, *words)).train()
         network(ids_BS, ids_BS).mean().backward()
         found.append([weight.grad for weight in network.parameters()])
     for other in found[1:]:
@@ -148,6 +157,10 @@ def test_bias_evens_out_loads_in_own_loops(build):
     [
         (["model.arrangement=parallel", "model.pattern=ME"], "it needs model.arrangement=sequential"),
         (["model.mtp.pattern=M"], "the extra depth of model.mtp.pattern has none"),
+        (
+            ["model.router.kind=expert_bias", "model.router.skip=true", "model.router.hidden_size=256"],
+            "skip=True: model",
+        ),
         (["model.router.normalize=true"], "model.router.kind=zaya does not read this key"),
         (["model.router.kind=softmax"], "model.router.hidden_size=16: model.router.kind=softmax does not read"),
     ],
@@ -162,7 +175,7 @@ def test_released_format_says_what_it_lacks():
     with pytest.raises(ValueError, match=r"model\.residual_scaling is true"):
         require_expressible(scaled, "here")
     with pytest.raises(ValueError, match=r"model\.router\.kind is zaya"):
-        require_expressible(load("tiny", ROUTER).model, "here")
+        require_expressible(load("tiny", [*ROUTER, "model.router.skip=true"]).model, "here")
 
 
 def test_plan_counts_the_router_and_the_wider_stream(build):
@@ -176,3 +189,21 @@ def test_plan_counts_the_router_and_the_wider_stream(build):
     sizes = Activations(run, "cuda")
     assert sizes.sent() - sizes.residual() == 4 * R * sizes.sizes.here
     assert model.stack.between_stages(run.model, [(5, 2, D)]) == [(5, 2, D + R)]
+
+
+def test_plan_counts_no_expert_for_skipping():
+    plain, skipping = (load("tiny", [*MODEL, f"model.router.skip={skip}"]) for skip in ("false", "true"))
+    experts = [kind_of("E").costs.flops(run.model, 32)["experts"] for run in (plain, skipping)]
+    assert experts[1] == experts[0] * EXPERTS // (EXPERTS + 1)
+    assert kind_of("E").parts(skipping.model)["experts"] == Fraction(1, EXPERTS + 1)
+    assert shapes(skipping.model)["decoder.layers.1.mixer.router.weight"] == (EXPERTS + 1, R)
+
+
+def test_share_of_skipped_choices_is_measured(build):
+    network = moved(build(*MODEL, "model.router.skip=true")).train()
+    router = network.decoder.layers[1].mixer.router
+    network(random_ids(4, 64))
+    counts_E = network.take_expert_tokens()[1]
+    skipped, chosen = router.measured()["skipped"]
+    assert chosen == 4 * 64 == skipped + int(counts_E.sum()) and len(counts_E) == EXPERTS and 0 < skipped < chosen
+    assert router.measured()["skipped"] == (0, 0)

@@ -18,7 +18,7 @@ def test_choice_of_training_is_told_from_tokens_own(kind, differs, rule):
     liked_E = torch.linspace(-1, 1, model.experts)
     logits_TE = torch.randn(512, model.experts, generator=torch.Generator().manual_seed(0)) + liked_E
     watched = Watched(rule)
-    at = Tokens(model, bias_E=-liked_E / 2)
+    at = Tokens(model, state={"expert_bias": -liked_E / 2})
     chosen_TK = watched.choose(routers.kind_of(kind), logits_TE, at)
     (own_TK,), (trained_TK,) = watched.own, watched.trained or watched.own
     assert bool(watched.trained) == (kind != "softmax")  # which has no other choice in training

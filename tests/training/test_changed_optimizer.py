@@ -28,6 +28,7 @@ CHANGES = {
 REFUSED = {"distributed": False, "kind": "sgd"}
 ELSEWHERE = {
     "groups": "test_ema.py",
+    "extensions": "tests/config/test_extensions.py",
     "matrices": "tests/engine/test_muon.py",
     "qk_clip": "test_muon.py",
 } | dict.fromkeys(

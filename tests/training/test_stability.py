@@ -30,10 +30,13 @@ FACTORS = {f"{name}.weight": (1 / 4, 4.0) for name in MATRICES} | {"experts.fc1"
 FACTORS |= {"latent_down.weight": (1 / 8, 4.0), "latent_up.weight": (1 / 8, 4.0)}
 FACTORS["dt_proj.weight"] = 1 / 2, 2.0  # its rank is 2, and 1 in the base model
 ZAYA = ["model.router.hidden_size=12", "model.router.bias_update_rate=0.03"]
+BALANCE = ["model.router.aux_loss=0.5", "model.top_k=2", "optimizer.learning_rate=0.01"]
+GROUPS = ["model.router.groups=4", "model.router.group_top_k=2"]
 CASES = {
     "width": ("MS*E", "sinkhorn", WIDTH),
     "latent experts": ("*EE", "softmax", [*WIDTH, "model.router.aux_loss=0", "model.latent_size=12"]),
     "extra depth": ("MS*E", "sinkhorn", ["model.mtp.pattern=*SE", "model.mtp.loss=0.3", *LOSSES]),
+    "extra depth behind the norm": ("ME", "sinkhorn", ["model.mtp.pattern=M", "model.mtp.reads=norm", *LOSSES]),
     "all, sinkhorn": ("MS*E", "sinkhorn", [*NORMS, *LOSSES, "model.logit_softcap=2.5"]),
     "all, softmax": ("MS*E", "softmax", [*NORMS, *LOSSES, "model.logit_softcap=2.5", "model.router.aux_loss=0"]),
     "losses alone": ("ME", "sinkhorn", LOSSES),
@@ -45,18 +48,27 @@ CASES = {
     "KDA": ("GE", "softmax", ["model.router.aux_loss=0", "model.delta.variant=kda", "model.delta.decay_rank=4"]),
     "GDN-2": ("GE", "sinkhorn", ["model.delta.variant=gdn2", "model.delta.negative_eigenvalues=true"]),
     "ZAYA1": ("EMEE", "zaya", ["model.residual_scaling=true", *ZAYA, "model.router.z_loss=0.03", "model.z_loss=0.02"]),
+    "ZAYA1, a choice that skips": ("EME", "zaya", [*ZAYA, "model.router.skip=true", *LOSSES]),
     "ZAYA1, an extra depth": ("ME", "zaya", [*ZAYA, "model.mtp.pattern=EE", "model.mtp.loss=0.3", *LOSSES]),
+    "balanced sequences": ("ME", "softmax", [*BALANCE, "model.router.scope=sequence"]),
+    "a balanced batch": ("ME", "softmax", [*BALANCE, "model.router.scope=data"]),
+    "groups of experts": ("ME", "softmax", [*BALANCE, "model.experts=8", *GROUPS]),
     "residual scaling alone": ("ME", "sinkhorn", ["model.residual_scaling=true", "model.multipliers.residual=0.4"]),
     "Mamba-3 with several inputs": ("RR", "sinkhorn", ["model.mamba3.output_norm=true", "model.mamba3.rank=3"]),
 }
 
 
 EVERYDAY = (
+    "ZAYA1, a choice that skips",
+    "balanced sequences",
+    "a balanced batch",
+    "groups of experts",
     "ZAYA1",
     "residual scaling alone",
     "width",
     "latent experts",
     "extra depth",
+    "extra depth behind the norm",
     "all, sinkhorn",
     "all, softmax",
     "Mamba-3",
@@ -79,8 +91,12 @@ def test_twenty_steps_match_plain_pytorch(name, place):
         router_z_loss=run.model.router.z_loss,
         extra=run.model.mtp.pattern or "",
         extra_loss=run.model.mtp.loss,
+        extra_reads=run.model.mtp.reads,
         **({**MULTIPLIERS, "factors": FACTORS} if run.model.mup.base_width else {}),
     )
+    if router == "softmax":
+        recipe.aux_loss, recipe.scope = run.model.router.aux_loss, run.model.router.scope
+    recipe.top_k, recipe.expert_groups = run.model.top_k, (run.model.router.groups, run.model.router.group_top_k)
     recipe.bias_rate, recipe.residual = run.model.router.bias_update_rate, run.model.multipliers.residual
     plain = Plain(recipe, weights)
     random = torch.Generator().manual_seed(0)
@@ -98,6 +114,8 @@ def test_twenty_steps_match_plain_pytorch(name, place):
             assert found.mtp_loss == pytest.approx(extra / counted, abs=1e-10)
         for layer, mean in of_routers.items():
             measured = trainable.model.decoder.layers[layer].mixer.router.measured()
+            skipped, chosen = measured.pop("skipped", (0, 1))
+            assert (skipped / chosen > 0.01) == run.model.router.skip
             assert measured.keys() - {"bias_range"} == ({"z_loss"} if with_losses else set())
             if with_losses:
                 assert measured["z_loss"][0] / measured["z_loss"][1] == pytest.approx(mean, abs=1e-10)

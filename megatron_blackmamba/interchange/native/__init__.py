@@ -8,7 +8,13 @@ from typing import Any
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
 from megatron_blackmamba.interchange import files, hf, safetensors_io
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
+from megatron_blackmamba.interchange.canonical import (
+    Canonical,
+    Entry,
+    InterchangeError,
+    main_depth,
+    without_extra_depth,
+)
 from megatron_blackmamba.interchange.families import FAMILIES
 from megatron_blackmamba.interchange.json_config import need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
@@ -63,9 +69,16 @@ def described(model: ModelConfig) -> str:
     architecture, obstacles = nearest(model)
     if not obstacles:
         return f"{architecture.model_type}, a model of transformers (export hf --native), or with our code"
+    if model.mtp.pattern and not nearest(without_extra_depth(model))[1]:
+        return f"{described(without_extra_depth(model))}; without its extra depth ({'; '.join(obstacles)})"
     if not architecture_has(architecture, model):
         return "a model with our code: no architecture of transformers has its layers"
     return f"a model with our code; to be a {architecture.model_type} of transformers: {'; '.join(obstacles)}"
+
+
+def held(model: Canonical) -> Canonical:
+    """Return what a native export holds of a model: its extra depth only in a family that has it."""
+    return main_depth(model) if nearest(model.config)[1] else model
 
 
 def is_native(folder: Path) -> bool:
@@ -89,7 +102,10 @@ def read(folder: Path) -> Canonical:
     architecture, config, content = read_config(folder / "config.json")
     tokenizer = folder / "tokenizer.json"
     entries = files.read(folder, (files.SAFETENSORS, files.TORCH))
-    unread = tuple(name for name in entries if architecture.unread and name.startswith(architecture.unread))
+    ahead = [name for name in entries if architecture.extra and architecture.known(name).startswith(architecture.extra)]
+    if not ahead:  # transformers keeps the key of an extra depth and drops its weights
+        config = without_extra_depth(config)
+    unread = () if config.mtp.pattern else tuple(ahead)
     for name in unread:
         del entries[name]
     length = content.get(LENGTH)
@@ -120,6 +136,7 @@ def read_config(path: Path) -> tuple[Architecture, ModelConfig, dict[str, Any]]:
 
 def in_file(model: Canonical) -> dict[str, Entry]:
     """Return the tensors under their names in the files."""
+    model = held(model)
     return architecture_of(model.config, model.source).in_file(model)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical, Entry, InterchangeError, same_tensor, shapes
 from megatron_blackmamba.interchange.json_config import layer_count, need, validated
-from megatron_blackmamba.layers import Weight, kind_of, kinds_in, unread_keys
+from megatron_blackmamba.layers import MTP, Weight, kind_of, kinds_in, unread_keys
 from megatron_blackmamba.layers.attention import kind as attention
 from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
@@ -37,7 +37,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Keys that change no output of given weights, and those that every architecture here reads."""
-ONLY_TRAIN = ("init", "z_loss", "router.aux_loss", "router.z_loss", "router.bias_update_rate")
+ONLY_TRAIN = ("init", "z_loss", "mtp.loss", "router.aux_loss", "router.z_loss", "router.bias_update_rate")
 """Keys of ours that change no output of given weights."""
 
 
@@ -98,8 +98,10 @@ class Architecture(ABC):
     """By the letter of a layer, our names in it and theirs; {e} is the number of an expert."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Other starts of names that files may have."""
-    unread: ClassVar[str | None] = None
-    """The start of names of tensors that import leaves out, and says so."""
+    extra: ClassVar[str | None] = None
+    """The start of names of the extra depth's tensors. Import leaves them out and says so if config.json has none."""
+    extra_names: ClassVar[Mapping[str, str]] = {}
+    """Our names in the extra depth outside its layers and theirs; {last} is the number of its last layer."""
     turns_neighbours: ClassVar[bool] = False
     """Whether llama.cpp rotates neighbouring channels of queries and keys, whose rows are then reordered."""
     per_layer: int = 1
@@ -201,17 +203,28 @@ class Architecture(ABC):
         """Return their tensors for each of ours."""
         embedding, norm = self.ends
         found = {}
-        declared = {letter: kind_of(letter).weights(model) for letter in set(model.pattern)}
+        declared = {letter: kind_of(letter).weights(model) for letter in set(model.trained_pattern)}
+        ahead = model.mtp.pattern or ""
         for name, shape in shapes(model).items():
             if name.startswith("decoder.layers."):
-                found[name] = self._in_layer(name, shape, model.pattern, declared)
+                found[name] = self._in_layer(name, shape, self.layers, model.pattern, declared)
+            elif name.startswith(f"{MTP}.layers."):
+                found[name] = self._in_layer(name, shape, f"{self.extra}layers.{{i}}.", ahead, declared)
+            elif name.startswith(f"{MTP}."):
+                theirs = self.extra_names[name.removeprefix(f"{MTP}.")].format(last=len(ahead) - 1)
+                found[name] = Rows((f"{self.extra}{theirs}",), shape[:1])
             else:
                 theirs = embedding if name == EMBEDDING else "lm_head.weight" if name == HEAD else norm
                 found[name] = Rows((theirs,), shape[:1])
         return found
 
     def _in_layer(
-        self, name: str, shape: tuple[int, ...], pattern: str, declared: Mapping[str, Mapping[str, Weight]]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        layers: str,
+        pattern: str,
+        declared: Mapping[str, Mapping[str, Weight]],
     ) -> Rows:
         _, _, number, own = name.split(".", 3)
         index, expert = int(number), ""
@@ -220,7 +233,7 @@ class Architecture(ABC):
             _, _, expert, rest = own.split(".", 3)
             own = f"mixer.local_experts.{{e}}.{rest}"
         names = self.names[pattern[index]][own]
-        start = self.layers.format(i=index // self.per_layer)
+        start = layers.format(i=index // self.per_layer)
         names = tuple(start + each.format(e=expert) for each in ((names,) if isinstance(names, str) else names))
         if weight is None or len(names) == 1:
             return Rows(names, shape[:1])
@@ -231,10 +244,10 @@ class Architecture(ABC):
         """Return our tensors, made of theirs; refuse missing, unexpected and wrongly shaped ones by their names."""
         left: dict[str, Entry] = {}
         for name, entry in entries.items():
-            if self._known(name) in left:
-                raise InterchangeError(f"{source}: holds {self._known(name)} twice, under another name too")
+            if self.known(name) in left:
+                raise InterchangeError(f"{source}: holds {self.known(name)} twice, under another name too")
             if not name.endswith(".inv_freq"):  # follows from the config
-                left[self._known(name)] = entry
+                left[self.known(name)] = entry
         head = left.get("lm_head.weight")
         if model.tie_embeddings and head is not None:
             if not same_tensor(head, left.get(self.ends[0])):
@@ -275,7 +288,8 @@ class Architecture(ABC):
                 first += size
         return _together(found)
 
-    def _known(self, name: str) -> str:
+    def known(self, name: str) -> str:
+        """Return the usual name of a tensor that files may have under another one."""
         start = next((start for start in self.renamed if name.startswith(start)), "")
         return self.renamed[start] + name.removeprefix(start) if start else name
 

@@ -25,6 +25,9 @@ TYPES = {
     "moe": Experts.letter,
 }
 """Ours by the types of layers_block_type."""
+EXTRA_KEYS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+EXTRA_LAYERS = f"{Attention.letter}{Experts.letter}"
+"""Those of an extra depth without one of these keys, as transformers has it."""
 WITHOUT_ATTENTION = "transformers 5.24 writes no text without an attention layer"
 NO_BOUND = 1e-30
 """A lower bound of time steps that bounds none; transformers takes the logarithm of it, so 0 is not allowed."""
@@ -88,8 +91,8 @@ class NemotronH(Architecture):
     }
     ignored = frozenset(
         {
-            *("layers_block_type", "layer_types", "hybrid_override_pattern", "mtp_layers_block_type", "expand"),
-            *("mtp_hybrid_override_pattern", "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
+            *("layers_block_type", "layer_types", "hybrid_override_pattern", "expand", *EXTRA_KEYS),
+            *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
             *("moe_shared_expert_overlap", "output_router_logits", "rope_theta", "partial_rotary_factor"),
             *("time_step_rank", "norm_eps", "router_dtype", "num_nextn_predict_layers"),
         }
@@ -116,8 +119,14 @@ class NemotronH(Architecture):
             },
         },
     }
-    renamed = {"model.": "backbone."}
-    unread = "mtp."  # multi-token prediction, which transformers does not load either
+    renamed = {"model.mtp.": "mtp.", "model.": "backbone."}
+    extra = "mtp."
+    extra_names = {
+        "embedding_norm.weight": "layers.0.enorm.weight",
+        "hidden_norm.weight": "layers.0.hnorm.weight",
+        "proj.weight": "layers.0.eh_proj.weight",
+        "final_norm.weight": "layers.{last}.final_layernorm.weight",
+    }
 
     def pattern(self, content: Mapping[str, Any], path: Path) -> str:
         name = next(
@@ -129,20 +138,36 @@ class NemotronH(Architecture):
         if not isinstance(layers, (str, list)) or count not in (None, len(layers)):
             raise InterchangeError(f"{path}: num_hidden_layers is {count!r}, and {name} is {layers!r}")
         layer_count(len(layers), f"the length of {name}", path)
-        known = LETTERS if name == "hybrid_override_pattern" else TYPES
-        unknown = [layer for layer in layers if not isinstance(layer, str) or layer not in known]
-        if unknown:
-            raise InterchangeError(f"{path}: {name} has {unknown[0]!r}; a layer is one of {', '.join(known)}")
-        return "".join(known[layer] for layer in layers)
+        return _ours(layers, name, path)
 
     def counted(self, pattern: str) -> dict[str, Any] | None:
-        theirs = {ours: letter for letter, ours in LETTERS.items()}
-        if not set(pattern) <= theirs.keys():
-            return None
-        return {"hybrid_override_pattern": "".join(theirs[each] for each in pattern), "num_hidden_layers": len(pattern)}
+        theirs = _theirs(pattern)
+        return None if theirs is None else {"hybrid_override_pattern": theirs, "num_hidden_layers": len(pattern)}
 
     def more_exported(self, model: ModelConfig) -> dict[str, Any]:
-        return {"num_nextn_predict_layers": 0}
+        if not model.mtp.pattern:
+            return {"num_nextn_predict_layers": 0}
+        return {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": _theirs(model.mtp.pattern)}
+
+    def more_imported(self, content: dict[str, Any], path: Path) -> dict[str, Any]:
+        """Return the keys of the extra depth; refuse one that ours cannot be."""
+        depths, advice = content.get("num_nextn_predict_layers"), "Set num_nextn_predict_layers to 0 to leave it out"
+        if not depths:
+            return {}
+        if depths != 1:
+            raise InterchangeError(f"{path}: num_nextn_predict_layers is {depths!r}; import reads one depth. {advice}")
+        said = {name: layers for name in EXTRA_KEYS if (layers := content.get(name))}
+        patterns = {_ours(layers, name, path) for name, layers in said.items()} or {EXTRA_LAYERS}
+        if len(patterns) > 1:
+            raise InterchangeError(f"{path}: {' and '.join(said)} differ. Remove the wrong one")
+        (ahead,) = patterns
+        missing = set(ahead) - set(self.pattern(content, path))
+        if missing:
+            raise InterchangeError(
+                f"{path}: the multi-token prediction has a layer {_theirs(min(missing))!r}, which the model itself has"
+                f" not. {advice}"
+            )
+        return {"mtp.pattern": ahead, "mtp.reads": "norm"}
 
     def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
         model = super().imported(content, path)
@@ -200,3 +225,18 @@ class NemotronH(Architecture):
         if model.mamba2.time_step_min:
             found.append(f"model.mamba2.time_step_min={model.mamba2.time_step_min}: only 0 runs there")
         return found
+
+
+def _ours(layers: Any, name: str, path: Path) -> str:
+    """Return our letters for the layers that a key lists, or spells as a pattern."""
+    known = LETTERS if name.endswith("hybrid_override_pattern") else TYPES
+    for layer in layers if isinstance(layers, (str, list)) else [layers]:
+        if not isinstance(layer, str) or layer not in known:
+            raise InterchangeError(f"{path}: {name} has {layer!r}; a layer is one of {', '.join(known)}")
+    return "".join(known[layer] for layer in layers)
+
+
+def _theirs(pattern: str) -> str | None:
+    """Return their letters for ours; None: they have no such layers."""
+    theirs = {ours: letter for letter, ours in LETTERS.items()}
+    return "".join(theirs[each] for each in pattern) if set(pattern) <= theirs.keys() else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_blackmamba import routers
 from megatron_blackmamba.costs import FP32, INT64, SMALL_KERNELS, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
-from megatron_blackmamba.layers.experts.kind import sizes
+from megatron_blackmamba.layers.experts.kind import computed, sizes
 from megatron_blackmamba.layers.mlp import kind as mlp
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class ExpertsCost(Cost):
         more = {"shared_expert": each * D * size} if (size := model.shared_expert_hidden_size) else {}
         more |= {"latent": 2 * 2 * D * W} if model.latent_size else {}
         router = routers.kind_of(model.router.kind).flops(model)
-        return {"router": router, "experts": model.top_k * each * W * F, **more}
+        return {"router": router, "experts": int(computed(model) * each * W * F), **more}
 
     def kept(self, at: Sizes) -> int:
         """Add up the router; the experts' input, gate and up, and product; and the shared expert, which is an MLP.

@@ -4,7 +4,7 @@ Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K tok
 W width of an expert's input and output, F its hidden size, G = 2F gate and up; without a gate, G = F.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,48 +13,28 @@ from torch import Tensor
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
-from megatron_blackmamba.layers.experts.kind import expert_weight, is_papers, is_simple, sizes, use_of
+from megatron_blackmamba.layers.experts.kind import expert_weight, is_simple, sizes, use_of
 from megatron_blackmamba.layers.mlp import kind as mlp
 from megatron_blackmamba.ops.decoding import Step, experts_step
 from megatron_blackmamba.ops.experts import grouped_experts
 from megatron_blackmamba.ops.order import order_of
-from megatron_blackmamba.routers.zaya.arithmetic import logits_and_state
 from megatron_blackmamba.settings import ModelConfig
 
 
 @dataclass(frozen=True)
 class ExpertsLayer:
-    """The weights of one layer; the router is fp32, and empty if it learns nothing. D of the experts may be W."""
+    """The weights of one layer; None if it has none. D of the experts may be W."""
 
-    router_ED: Tensor
-    router_bias_E: Tensor
+    router: dict[str, Tensor]
+    """What the router learned, by name in its module, in fp32; empty if it learns nothing."""
+    state: dict[str, Tensor]
+    """What it keeps beside that, `[E]` each."""
     fc1_EGD: Tensor
     fc2_EDF: Tensor
-
-
-@dataclass(frozen=True)
-class RoutedLayer(ExpertsLayer):
-    """The weights of a layer with another router than the paper's, or more than experts; empty if unused."""
-
-    expert_bias_E: Tensor
-    shared_fc1_GD: Tensor
-    shared_fc2_DF: Tensor
-    latent_down_WD: Tensor
-    latent_up_DW: Tensor
-
-
-@dataclass(frozen=True)
-class CarryingLayer(RoutedLayer):
-    """The weights of a layer whose router reads the one before, by their names in `inside` of its kind."""
-
-    down: Tensor
-    down_bias: Tensor
-    carry: Tensor
-    norm: Tensor
-    first: Tensor
-    first_bias: Tensor
-    second: Tensor
-    second_bias: Tensor
+    shared_fc1_GD: Tensor | None
+    shared_fc2_DF: Tensor | None
+    latent_down_WD: Tensor | None
+    latent_up_DW: Tensor | None
 
 
 class ExpertsDecoding(Decoding):
@@ -70,23 +50,21 @@ class ExpertsDecoding(Decoding):
         for e in range(E):
             fc1_EGD[e] = get(expert_weight(e, 1), dtype)
             fc2_EDF[e] = get(expert_weight(e, 2), dtype)
-        none, learned = torch.empty(0, dtype=dtype, device=device), routers.kind_of(model.router.kind).learned
-        weights = {"router_ED": get("router.weight") if learned else none, "router_bias_E": none}
-        if learned:
-            weights["router_bias_E"] = get("router.bias") if model.router.bias else torch.zeros(E, device=device)
-        weights |= {"fc1_EGD": fc1_EGD, "fc2_EDF": fc2_EDF}
-        if is_papers(model):
-            return ExpertsLayer(**weights)
+        kind = routers.kind_of(model.router.kind)
+        router = {name: get(f"router.{name}") for name in (*kind.inside(model), *(["weight"] if kind.learned else []))}
+        if kind.learned:
+            choices = kind.choices(model)
+            router["bias"] = get("router.bias") if model.router.bias else torch.zeros(choices, device=device)
         shared, latent = bool(model.shared_expert_hidden_size), bool(model.latent_size)
-        inside = routers.kind_of(model.router.kind).inside(model)
-        weights |= {name: get(f"router.{name}") for name in inside}
-        return (CarryingLayer if inside else RoutedLayer)(
-            **weights,
-            expert_bias_E=get("router.expert_bias") if use_of(model).biased else none,
-            shared_fc1_GD=get("shared_experts.linear_fc1.weight", dtype) if shared else none,
-            shared_fc2_DF=get("shared_experts.linear_fc2.weight", dtype) if shared else none,
-            latent_down_WD=get("latent_down.weight", dtype) if latent else none,
-            latent_up_DW=get("latent_up.weight", dtype) if latent else none,
+        return ExpertsLayer(
+            router=router,
+            state={name: get(f"router.{name}") for name in kind.state},
+            fc1_EGD=fc1_EGD,
+            fc2_EDF=fc2_EDF,
+            shared_fc1_GD=get("shared_experts.linear_fc1.weight", dtype) if shared else None,
+            shared_fc2_DF=get("shared_experts.linear_fc2.weight", dtype) if shared else None,
+            latent_down_WD=get("latent_down.weight", dtype) if latent else None,
+            latent_up_DW=get("latent_up.weight", dtype) if latent else None,
         )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
@@ -101,18 +79,18 @@ class ExpertsDecoding(Decoding):
     def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
         """Return the weights and the experts of each token, `[T, K]`; leave in `inputs` what the next router reads."""
         kind = routers.kind_of(model.router.kind)
-        if isinstance(layer, CarryingLayer):
-            down_TR = F.linear(x_TD, layer.down, layer.down_bias)
-            weights = {"weight": layer.router_ED} | {name: getattr(layer, name) for name in kind.inside(model)}
-            logits_TE, inputs.carried_TR = logits_and_state(down_TR, inputs.carried_TR, weights, model.norm_eps)
-            logits_TE += layer.router_bias_E
-        elif kind.learned:
-            logits_TE = F.linear(x_TD, layer.router_ED, layer.router_bias_E)
-        else:
-            logits_TE = x_TD.new_zeros(len(x_TD), model.experts)
-        bias_E = layer.expert_bias_E if isinstance(layer, RoutedLayer) else None
-        choice_TK = self.choose(kind, logits_TE, routers.Tokens(model, inputs.ids.flatten(), bias_E))
+        logits_TE, inputs.carried_TR = kind.logits(x_TD, layer.router, inputs.carried_TR, model)
+        choice_TK = self.choose(kind, logits_TE, routers.Tokens(model, inputs.ids.flatten(), layer.state))
         return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
+
+    def computed(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
+        """Return `route`, with weight 0 of the first expert for a choice that skips."""
+        routed = self.route(layer, x_TD, inputs, model)
+        if not model.router.skip:
+            return routed
+        skips_TK = routed.chosen == model.experts
+        chosen_TK, weights_TK = (each.masked_fill(skips_TK, 0) for each in (routed.chosen, routed.weights))
+        return replace(routed, chosen=chosen_TK, weights=weights_TK)
 
     def choose(self, kind: routers.RouterKind, logits_TE: Tensor, at: routers.Tokens) -> Tensor:
         """Return the experts that each token finds by itself, `[T, K]`."""
@@ -122,11 +100,11 @@ class ExpertsDecoding(Decoding):
         use = use_of(model)
         if not is_simple(model) or use.scores != "sigmoid" or use.normalized or use.scale != 1:
             return None
-        bias_E = layer.expert_bias_E if use.biased and isinstance(layer, RoutedLayer) else None
-        weights = {name: getattr(layer, name) for name in ExpertsLayer.__dataclass_fields__}
         return experts_step(
-            norm_D=norm_D, **weights, activation=model.activation, eps=model.norm_eps,
-            choice_bias_E=bias_E, bias_on_scores=use.biased and not use.bias_on_logits,
+            norm_D=norm_D, router_ED=layer.router["weight"], router_bias_E=layer.router["bias"],
+            fc1_EGD=layer.fc1_EGD, fc2_EDF=layer.fc2_EDF, activation=model.activation, eps=model.norm_eps,
+            choice_bias_E=layer.state["expert_bias"] if use.biased else None,
+            bias_on_scores=use.biased and not use.bias_on_logits,
         )  # fmt: skip
 
     def bytes_a_token(self, layer: ExpertsLayer, model: ModelConfig) -> int:
@@ -134,10 +112,9 @@ class ExpertsDecoding(Decoding):
         return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
 
     def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        routed = self.route(layer, x_BD, inputs, run.config)
+        routed = self.computed(layer, x_BD, inputs, run.config)
         x_BW = x_BD
-        if run.config.latent_size:
-            assert isinstance(layer, RoutedLayer)
+        if layer.latent_down_WD is not None:
             x_BW = run.times(x_BD, layer.latent_down_WD)
         choice_P, x_PW = routed.chosen.flatten(), x_BW.repeat_interleave(run.config.top_k, dim=0)
         y_PW = (
@@ -146,27 +123,22 @@ class ExpertsDecoding(Decoding):
             else gathered(run, layer, x_PW, choice_P)
         )
         y_BD = (y_PW.unflatten(0, routed.weights.shape) * routed.weights[..., None]).sum(dim=1)
-        if run.config.latent_size:
-            assert isinstance(layer, RoutedLayer)
+        if layer.latent_up_DW is not None:
             y_BD = run.times(y_BD, layer.latent_up_DW)
-        if not run.config.shared_expert_hidden_size:
+        if layer.shared_fc1_GD is None or layer.shared_fc2_DF is None:
             return y_BD
-        assert isinstance(layer, RoutedLayer)
         return y_BD + run.times(run.activated(run.times(x_BD, layer.shared_fc1_GD)), layer.shared_fc2_DF)
 
     def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
-        routed = self.route(layer, x_TD.float(), inputs, run.config)
+        routed = self.computed(layer, x_TD.float(), inputs, run.config)
         x_TW = x_TD
-        if run.config.latent_size:
-            assert isinstance(layer, RoutedLayer)
+        if layer.latent_down_WD is not None:
             x_TW = F.linear(x_TD.to(layer.latent_down_WD.dtype), layer.latent_down_WD)
         y_TD = _grouped(run, layer, x_TW, routed)
-        if run.config.latent_size:
-            assert isinstance(layer, RoutedLayer)
+        if layer.latent_up_DW is not None:
             y_TD = F.linear(y_TD.to(layer.latent_up_DW.dtype), layer.latent_up_DW).float()
-        if run.config.shared_expert_hidden_size:
-            assert isinstance(layer, RoutedLayer)
+        if layer.shared_fc1_GD is not None and layer.shared_fc2_DF is not None:
             hidden = run.activated(F.linear(x_TD.to(layer.shared_fc1_GD.dtype), layer.shared_fc1_GD))
             y_TD = y_TD + F.linear(hidden, layer.shared_fc2_DF).float()
         return y_TD.view_as(x_BLD)

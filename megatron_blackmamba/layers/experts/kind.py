@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import routers
 from megatron_blackmamba.layers.base import Cannot, Division, LayerKind
-from megatron_blackmamba.layers.decoding import Decoding
 from megatron_blackmamba.layers.mlp import kind as mlp
 from megatron_blackmamba.layers.rows import Stack, Weight, whole
 
@@ -44,7 +43,6 @@ class Experts(LayerKind):
     widens = True
     routed = True
     recompute = frozenset({"layers", "experts"})
-    by_adam = ("router.weight", "router.down", "router.first", "router.second")
     writes_to_residual = ("fc2", "linear_fc2.weight", "latent_up.weight")
     released = True
     entry = "a number of experts"
@@ -54,6 +52,10 @@ class Experts(LayerKind):
     def kept_in_fp32(self) -> tuple[str, ...]:  # type: ignore[override]
         return routers.states()
 
+    @property
+    def by_adam(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("router.weight", *(f"router.{name}" for kind in routers.all_kinds() for name in kind.by_adam))
+
     def problems(self, model: ModelConfig) -> list[str]:
         router = routers.kind_of(model.router.kind)
         found = [] if model.expert_hidden_size else ["the pattern has E layers: set model.expert_hidden_size"]
@@ -61,12 +63,15 @@ class Experts(LayerKind):
             found.append(f"the router kind {router.name} uses a bias: its state and module must have expert_bias")
         if model.router.z_loss and not router.learned:
             found.append(f"model.router.z_loss: the router kind {router.name} has no logits. Remove the key")
-        return found + router.problems(model)
+        if "scope" in router.keys and model.router.scope not in router.scopes:
+            scopes = " or ".join(router.scopes)
+            found.append(f"model.router.scope={model.router.scope}: the router kind {router.name} has {scopes}")
+        return found + _wrong_groups(model) + router.problems(model)
 
     def megatron(self, model: ModelConfig) -> dict[str, Any]:
         router = routers.kind_of(model.router.kind)
         # With a capacity, dispatchers count what they send instead of relying on top_k; our routers drop nothing.
-        capacity = {} if router.every_token_gets_k else {"moe_expert_capacity_factor": 1.0}
+        capacity = {} if router.gets_k(model) else {"moe_expert_capacity_factor": 1.0}
         return {
             "num_moe_experts": model.experts,
             "moe_ffn_hidden_size": model.expert_hidden_size,
@@ -87,7 +92,7 @@ class Experts(LayerKind):
     def parts(self, model: ModelConfig) -> dict[str, Fraction]:
         shared = {"shared_expert": Fraction(1)} if model.shared_expert_hidden_size else {}
         latent = {"latent": Fraction(1)} if model.latent_size else {}
-        return {"router": Fraction(1), "experts": Fraction(model.top_k, model.experts), **latent, **shared}
+        return {"router": Fraction(1), "experts": computed(model) / model.experts, **latent, **shared}
 
     def part_of(self, parameter: str) -> str:
         parts = {"router.": "router", "latent_": "latent", "shared_experts.": "shared_expert"}
@@ -96,10 +101,11 @@ class Experts(LayerKind):
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         D, E, W, F = sizes(model)
         router = routers.kind_of(model.router.kind)
-        found = {"router.weight": whole(router.inputs(model), experts=E)} if router.learned else {}
+        choices = router.choices(model)
+        found = {"router.weight": whole(router.inputs(model), experts=choices)} if router.learned else {}
         found |= {f"router.{name}": whole(*shape[1:], units=shape[0]) for name, shape in router.inside(model).items()}
-        found |= {"router.bias": whole(experts=E)} if router.learned and model.router.bias else {}
-        found |= {f"router.{name}": whole(experts=E) for name in router.state}
+        found |= {"router.bias": whole(experts=choices)} if router.learned and model.router.bias else {}
+        found |= {f"router.{name}": whole(experts=choices) for name in router.state}
         if model.latent_size:
             found |= {"latent_down.weight": whole(D, latent=W), "latent_up.weight": whole(W, out=D)}
         expert, shared = mlp.weights(model, F, W), model.shared_expert_hidden_size
@@ -166,27 +172,40 @@ class Experts(LayerKind):
         }
         return fields | {"router": router, "gated": content.get("gated", True)}
 
-    def decoding(self, model: ModelConfig) -> Decoding | Cannot:
-        exported = self.exported(model)
-        return exported if isinstance(exported, Cannot) else super().decoding(model)
-
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int]:
     """Return D, E, W, F."""
     return model.hidden_size, model.experts, model.routed_size, model.expert_hidden_size or 0
 
 
+def computed(model: ModelConfig) -> Fraction:
+    """Return how many experts compute for a token, if choices have equal shares: one that skips computes nothing."""
+    return Fraction(model.top_k * model.experts, routers.kind_of(model.router.kind).choices(model))
+
+
+def _wrong_groups(model: ModelConfig) -> list[str]:
+    groups, chosen = model.router.groups, model.router.group_top_k
+    if groups == 1:
+        return [] if chosen == 1 else [f"model.router.group_top_k={chosen} needs model.router.groups"]
+    if model.experts % groups:
+        return [f"model.experts={model.experts} is not divisible by model.router.groups={groups}"]
+    each = model.experts // groups
+    if chosen > groups or model.top_k % chosen or model.top_k > chosen * each:
+        return [
+            f"model.top_k={model.top_k}: from model.router.group_top_k={chosen} of {groups} groups of {each} experts,"
+            f" top_k must be a multiple of group_top_k, and at most {each} times it"
+        ]
+    return []
+
+
 def expert_weight(expert: int, linear: int) -> str:
     return f"local_experts.{expert}.linear_fc{linear}.weight"
 
 
-def is_papers(model: ModelConfig) -> bool:
-    """Return whether the layer is the paper's: one gated expert a token, scaled by the sigmoid of its logit."""
-    return is_simple(model) and use_of(model) == routers.Use("sigmoid")
-
-
 def is_simple(model: ModelConfig) -> bool:
-    """Return whether the layer is one gated expert a token and nothing else, whichever the router."""
+    """Return whether the layer is a plain router and one gated expert a token, and nothing else."""
+    if not routers.kind_of(model.router.kind).is_plain:
+        return False
     gated = model.gated and model.activation in ("silu", "gelu")
     return gated and model.top_k == 1 and not model.shared_expert_hidden_size and not model.latent_size
 

@@ -39,7 +39,7 @@ class MoEMixer(MoELayer):
             self.latent_up = WholeLinear(latent, config.hidden_size, config)
         self.narrows = bool(latent)
         ranks = pg_collection.ep.size() * pg_collection.expt_tp.size()
-        sortable = isinstance(self.router, KindRouter) and self.router.kind.every_token_gets_k
+        sortable = isinstance(self.router, KindRouter) and self.router.kind.gets_k(config.described)
         self.sorts = sortable and ranks == 1
         self.dispatches_sorted = sortable and self.config.moe_token_dispatcher_type == "alltoall"
         if self.dispatches_sorted:

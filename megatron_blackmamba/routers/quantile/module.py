@@ -6,19 +6,17 @@ Shapes: T tokens, E experts.
 from torch import Tensor
 
 from megatron_blackmamba.model.bias_routers import BiasRouter
-from megatron_blackmamba.routers import Tokens
 from megatron_blackmamba.routers.quantile.kind import BINS, balancing_bias, histogram_of_needs
 
 
 class QuantileRouter(BiasRouter):
     """The bias follows the quantiles of what tokens need to reach an expert."""
 
-    def _nothing(self) -> Tensor:
+    def nothing(self) -> Tensor:
         return self._counts(self.num_experts, BINS)
 
-    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
-        self.gathered += histogram_of_needs(self.use.scored(logits_TE), self.expert_bias, at.model.top_k)
-        return at
+    def gather(self, logits_TE: Tensor, chosen: Tensor) -> None:
+        self.gathered += histogram_of_needs(self.use.scored(logits_TE), self.expert_bias, self.described.top_k)
 
-    def _move(self) -> None:
-        self._approach(balancing_bias(self.gathered, self.expert_bias, self.described.top_k))
+    def move(self) -> None:
+        self.approach(balancing_bias(self.gathered, self.expert_bias, self.described.top_k))

@@ -14,13 +14,15 @@ from megatron_blackmamba.routers import Tokens
 class PlanBiasRouter(BiasRouter):
     """The bias follows the mean of the plans' over the micro-batches of a step."""
 
-    def _nothing(self) -> Tensor:
+    def nothing(self) -> Tensor:
         """Return room for the sum of the biases and, last, the number of plans."""
         return self._counts(self.num_experts + 1).double()
 
-    def _gather(self, logits_TE: Tensor, at: Tokens) -> Tokens:
-        self.gathered[-1] += 1
-        return replace(at, plan_bias_E=self.gathered[:-1])
+    def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
+        return super().routing(logits_TE, replace(at, plan_bias_E=self.gathered[:-1]) if self.gathers else at)
 
-    def _move(self) -> None:
-        self._approach(self.gathered[:-1] / self.gathered[-1].clamp(min=1))
+    def gather(self, logits_TE: Tensor, chosen: Tensor) -> None:
+        self.gathered[-1] += 1  # the plan has added its bias
+
+    def move(self) -> None:
+        self.approach(self.gathered[:-1] / self.gathered[-1].clamp(min=1))

@@ -1,74 +1,62 @@
 """ZAYA1's router as a torch module.
 
-Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, E experts, R numbers that pass from layer to layer.
+Shapes: S sequence, B batch, D model, T = S * B tokens of this rank, R numbers that pass from layer to layer. E experts,
+and with model.router.skip one more choice behind them.
 """
 
-import torch
+from dataclasses import replace
+
 from torch import Tensor
 
 from megatron_blackmamba.model.bias_routers import BiasRouter
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.router import count
-from megatron_blackmamba.model.sharding import empty, replicated, without_decay
+from megatron_blackmamba.model.router import Measured
 from megatron_blackmamba.ops.fp32_linear import fp32_linear
-from megatron_blackmamba.routers import Tokens
+from megatron_blackmamba.routers import Routed
 from megatron_blackmamba.routers.zaya.arithmetic import logits_and_state
 from megatron_blackmamba.routers.zaya.kind import BETA1, BETA2, EPS
-from megatron_blackmamba.runtime import device
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class ZayaRouter(BiasRouter):
-    """An MLP behind a state that passes from layer to layer; `inputs.carried` holds it."""
+    """An MLP behind a state that passes from layer to layer; an Adam of its own moves the bias."""
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        self.inside = self.kind.inside(config.described)
-        self.weight = replicated(
-            empty(self.num_experts, config.described.router.hidden_size, dtype=config.params_dtype),
-            config.sequence_parallel,
-        )
-        for name, shape in self.inside.items():
-            parameter = replicated(empty(*shape, dtype=config.params_dtype), config.sequence_parallel)
-            self.register_parameter(name, parameter if len(shape) > 1 else without_decay(parameter))
-        for name in self.kind.state[1:]:
-            zero_E = torch.zeros(self.num_experts, dtype=torch.float32, device=device.device())
-            self.register_buffer(name, zero_E)
+        self.register_buffer("skipped", self._counts(2), persistent=False)  # choices that skip, and all
 
-    def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
-        return self._read(hidden_SBD, inputs)[0]
+    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
+        """Return the experts of each token; a choice that skips is none of them."""
+        routed = super().forward(hidden_SBD, inputs)
+        if self.choices == self.num_experts:
+            return routed
+        weights_TE, chosen_TE = (each[:, :-1] for each in replace(routed, experts=self.choices).as_map())
+        return replace(routed, chosen=chosen_TE, weights=weights_TE)
 
-    def logits(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> tuple[Tensor, Tensor]:
-        logits_SBE, state_SBR = self._read(hidden_SBD, inputs)
-        if inputs is not None:
-            inputs.carried_SBR = state_SBR
-        return logits_SBE, hidden_SBD
+    def computed(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> tuple[Tensor, Tensor]:
+        """Compute as the kind does, but make no fp32 copy of the hidden states."""
+        down_SBR = fp32_linear(hidden_SBD, self.down, self.down_bias, self.config.full_precision)
+        carried_SBR = self.carried(hidden_SBD, inputs)
+        return logits_and_state(down_SBR, carried_SBR, self.widened(), self.config.layernorm_epsilon)
 
-    def _read(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> tuple[Tensor, Tensor]:
-        full, eps = self.config.full_precision, self.config.layernorm_epsilon
-        down_SBR = fp32_linear(hidden_SBD, self.down, self.down_bias, full)
-        weights = {name: getattr(self, name) for name in (*self.inside, "weight")}
-        carried_SBR = None if inputs is None else inputs.carried_SBR
-        if carried_SBR is None:  # of zeros, so that every parameter has a gradient
-            carried_SBR = torch.zeros_like(down_SBR)
-        logits_SBE, state_SBR = logits_and_state(down_SBR, carried_SBR, weights, eps)
-        return (logits_SBE if self.bias is None else logits_SBE + self.bias.to(full)), state_SBR
+    def gather(self, logits_TE: Tensor, chosen: Tensor) -> None:
+        super().gather(logits_TE, chosen)
+        self.skipped[0] += (chosen == self.num_experts).sum()
+        self.skipped[1] += chosen.numel()
 
-    def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
-        chosen_TK = super().routing(logits_TE, at)
-        if self.training and self.counter_E is not None:
-            count(chosen_TK, self.gathered)
-        return chosen_TK
+    def measured(self) -> Measured:
+        if self.choices == self.num_experts:
+            return super().measured()
+        skipped, of = self.skipped.tolist()
+        self.skipped.zero_()
+        return super().measured() | {"skipped": (skipped, of)}
 
-    def _nothing(self) -> Tensor:
-        return self._counts(self.num_experts)
-
-    def _move(self) -> None:
+    def move(self) -> None:
         """Take a step of Adam against each expert's share, less an equal one."""
         tokens = self.gathered.sum().clamp(min=1)
-        gradient_E = self.gathered.double() / tokens - 1 / self.num_experts
+        gradient_E = self.gathered.double() / tokens - 1 / self.choices
         self.bias_steps += 1
         for kept_E, beta, new_E in (
             (self.bias_mean, BETA1, gradient_E),

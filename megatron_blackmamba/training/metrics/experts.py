@@ -33,7 +33,7 @@ def shares(taken: Taken) -> dict[Key, float]:
 def router(taken: Taken) -> dict[Key, Number]:
     """Return by layer the numbers that the router kind's `metrics` names, as sums and what to divide them by."""
     model = taken.config.model
-    names = sorted([*routers.kind_of(model.router.kind).metrics, *([Z_LOSS] if model.router.z_loss else [])])
+    names = sorted([*routers.kind_of(model.router.kind).measures(model), *([Z_LOSS] if model.router.z_loss else [])])
     if not names:
         return {}
     found: dict[Key, Number] = {}

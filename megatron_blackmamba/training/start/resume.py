@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megatron_blackmamba import layers, routers
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
-from megatron_blackmamba.config import ModelConfig, RunConfig
+from megatron_blackmamba.config import ModelConfig, RunConfig, extensions
 from megatron_blackmamba.config.checks import problem_of_model
 from megatron_blackmamba.config.load import section_of
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -86,7 +86,7 @@ def _changes_routing(key: str, model: ModelConfig) -> str:
     if not layers.routes(model.pattern):
         return ""
     router = routers.kind_of(model.router.kind)
-    if key == "training.micro_batch" and router.balances_micro_batches:
+    if key == "training.micro_batch" and router.balances_micro_batches and model.router.scope != "sequence":
         return "; the router balances each micro-batch, so the routing changes slightly"
     layouts = router.layouts(model)
     if key.startswith("parallel.") and isinstance(layouts, routers.Cannot):
@@ -159,7 +159,7 @@ def _changes_function(model: ModelConfig, key: str, old: Any) -> bool:
     *sections, last = key.removeprefix("model.").split(".")
     section = content
     for name in sections:
-        section = section[name]
+        section = section.setdefault(name, {})  # the model may lack a section of extensions
     section[last] = old
     try:
         return not _computes_the_same(ModelConfig.model_validate(content), model)
@@ -195,8 +195,13 @@ def rules(section: type[Section] = RunConfig, prefix: str = "") -> dict[str, Rul
 
 
 def rule_of(key: str) -> Rule:
-    """Return the rule of a key; one that no run has decides nothing."""
-    return rules().get(key) or SAME
+    """Return the rule of a key, or of the section that holds it; a key that no run has decides nothing."""
+    found = dict(rules())
+    for name, section in extensions.sections():
+        found |= rules(section, f"{name}.")
+    while key and not found.get(key):
+        key = key.rpartition(".")[0]
+    return found.get(key) or SAME
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
