@@ -86,6 +86,7 @@ CASES = {
         "data decontaminate {material}/text clean --against {material}/text/3.jsonl --workers 2"
     ),
     "data trace": Case("data trace {material}/runs/mine --step 3"),
+    "data corpora": Case("data corpora"),
     "export hf": Case("export hf {material}/runs/mine out --nproc 2"),
     "export refresh": Case("export refresh {material}/exported --check short"),
     "export gguf": Case("export gguf {material}/runs/native out.gguf"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.evaluation.answers import Numbered, checked, is_known, refuse_wrong_answers
 from megatron_blackmamba.evaluation.errors import EvaluationError
+from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.evaluations import PAPER
 
 if TYPE_CHECKING:
@@ -53,9 +54,11 @@ def names_of(wanted: str) -> list[str]:
 
 
 def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[LoadedTask]:
-    """Return tasks with the files of a folder as their data; download what it lacks only if asked to."""
+    """Return tasks with the files of a folder as their data; download what it lacks into it only if asked to."""
     if not download:
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    elif data is not None:
+        data.mkdir(parents=True, exist_ok=True)
     quiet()
     definitions = {name: _definition(name) for name in names}
     files = find_files(names, data)
@@ -66,7 +69,12 @@ def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[
             f"{where} for {', '.join(missing)}. Put TASK.jsonl, TASK.jsonl.gz or TASK.parquet into --data DIR,"
             " or let lm-eval download with --download"
         )
-    return [_local(name, definitions[name], file) if file else _downloaded(name) for name, file in files.items()]
+    found = []
+    for name, file in files.items():
+        if file is None and data is not None:
+            file = _kept(_downloaded(name).task, data / f"{name}.jsonl.gz")
+        found.append(_downloaded(name) if file is None else _local(name, definitions[name], file))
+    return found
 
 
 def find_files(names: Sequence[str], data: Path | None) -> dict[str, Path | None]:
@@ -223,6 +231,14 @@ def _document(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise EvaluationError(f"{where}: not a JSON object")
     return document
+
+
+def _kept(task: Any, file: Path) -> Path:
+    """Write the documents of a downloaded task to a file, as they are in its data set, and return the file."""
+    documents = task.dataset[task.config.test_split or task.config.validation_split]
+    lines = [json.dumps(document, ensure_ascii=False, default=str) for document in documents]
+    atomic.write_bytes(file, gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
+    return file
 
 
 def _downloaded(name: str) -> LoadedTask:

@@ -140,6 +140,19 @@ def test_wrong_lines_and_records_are_counted_from_one(tmp_path):
         load_tasks(["piqa"], tmp_path, download=False)
 
 
+@pytest.mark.parametrize("name", ["hellaswag", "piqa"])
+def test_downloads_are_kept_for_machines_offline(name, tmp_path, monkeypatch):
+    import datasets
+
+    splits = {split: datasets.Dataset.from_list([GOOD[name], GOOD[name]]) for split in ("train", "validation")}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.DatasetDict(splits))
+    (first,) = load_tasks([name], tmp_path / "new", download=True)
+    monkeypatch.delattr(datasets, "load_dataset")
+    (again,) = load_tasks([name], tmp_path / "new", download=False)
+    assert first.file == again.file == tmp_path / "new" / f"{name}.jsonl.gz" and first.sha256 == again.sha256
+    assert [*first.task.eval_docs] == [*again.task.eval_docs] and len(again.task.eval_docs) == 2
+
+
 def test_failed_download_names_the_task_in_one_line(monkeypatch):
     manager = pytest.importorskip(
         "lm_eval.tasks", reason="lm-eval is not installed: pip install megatron-blackmamba[eval]"
