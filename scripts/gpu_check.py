@@ -86,7 +86,7 @@ def parts(results: Path, carried: Path | None) -> dict[int, Part]:
     small = ["tiny", "--rows", 1, 2, "--prompt", 16, "--repeats", 2] if REHEARSED else []
     nccl = ["--only", "dp2", "--steps", 3, "--no-drills"] if REHEARSED else []
     no_gpu, corpus = "needs a GPU" if REHEARSED else "", carried / "corpus.tar.xz" if carried else None
-    kernels = ("selective_scan", "decoding", "ssd", "gated_norm")
+    kernels = ("selective_scan", "decoding", "ssd", "delta", "gated_norm")
     before = "chunked" if REHEARSED else "triton"  # the scan that `auto` took until now
     no_sources = "" if carried and [*carried.glob("*.tar.gz")] else "needs the archives of gpu_carry.sh"
     alone = ["--kernels", 8, 64, 256, "--seconds", 0]

@@ -32,7 +32,9 @@ class Options:
         typer.Option(min=128, help="Longest position of --tasks length.", show_default="4 times that of training"),
     ] = None
     data: Annotated[Path | None, typer.Option(help="Folder with TASK.jsonl, TASK.jsonl.gz or TASK.parquet.")] = None
-    download: Annotated[bool, typer.Option("--download", help="Let lm-eval download missing data, into --data if given.")] = False
+    download: Annotated[
+        bool, typer.Option("--download", help="Let lm-eval download missing data, into --data if given.")
+    ] = False
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum number of questions per task, or documents per text.", show_default="all"),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from megatron_blackmamba.runtime import machine
 
 GIB = 2**30
 MATMUL_SIZE = 1024
+DRIVER = Path("/proc/driver/nvidia")
 
 
 def processors() -> Iterator[Finding]:
@@ -194,8 +196,14 @@ def _product(index: int):
 def _why_no_gpu() -> str:
     import torch
 
-    if not Path("/proc/driver/nvidia").exists():
+    if not DRIVER.exists():
         return "none (no NVIDIA driver)"
     if torch.version.cuda is None:
         return "none (this PyTorch was built for CPUs)"
-    return "none (the driver is there, but PyTorch sees no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES)"
+    told = DRIVER / "version"
+    version = re.search(r"\b\d{3}\.\d[\d.]*", told.read_text()) if told.is_file() else None
+    driver = f"driver {version[0]}" if version else "a driver of unknown version"
+    return (
+        f"none ({driver} and PyTorch for CUDA {torch.version.cuda}, which sees no GPU: see nvidia-smi and"
+        " CUDA_VISIBLE_DEVICES; CUDA 13 needs a driver from 580 on, CUDA 12 from 525 on)"
+    )

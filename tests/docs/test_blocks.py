@@ -40,7 +40,7 @@ OTHER_TESTS = {  # page -> the test that runs its blocks
 RUN = [page for page in PAGES if page.name not in OTHER_TESTS and any(blocks(page))]
 NEEDS = {  # what a line in a block marked `shell` needs -> its start
     "a Slurm cluster": (
-        *("srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
+        *("source scripts/slurm/nccl.env", "srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
         *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
     ),
     "a clone of Megatron-LM": ("git clone --branch core_", "PYTHONPATH=Megatron-LM torchrun "),

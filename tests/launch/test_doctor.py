@@ -40,6 +40,15 @@ def test_full_report_covers_everything_and_suggests_a_command(tmp_path):
     assert seen["next_command"].startswith("blackmamba ")
 
 
+def test_driver_too_old_for_pytorch_is_told(tmp_path, monkeypatch):
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.161.08  Mon\nGCC version: 12\n"
+    )
+    monkeypatch.setattr(hardware, "DRIVER", tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "driver 535.161.08 and PyTorch for CUDA 13.0" in hardware._why_no_gpu()
+
+
 def test_node_with_too_few_gpus_fails_its_preflight(tmp_path):
     done = doctor("--quick", "--gpus", "64", "--folder", str(tmp_path))
     assert done.returncode == 1
