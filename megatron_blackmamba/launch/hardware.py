@@ -201,7 +201,7 @@ def _why_no_gpu() -> str:
     if torch.version.cuda is None:
         return "none (this PyTorch was built for CPUs)"
     told = DRIVER / "version"
-    version = re.search(r"\b\d{3}\.\d[\d.]*", told.read_text()) if told.is_file() else None
+    version = re.search(r"\b\d{3}\.\d[\d.]*", told.read_text(encoding="utf-8")) if told.is_file() else None
     driver = f"driver {version[0]}" if version else "a driver of unknown version"
     return (
         f"none ({driver} and PyTorch for CUDA {torch.version.cuda}, which sees no GPU: see nvidia-smi and"
