@@ -122,7 +122,7 @@ NOT_HERE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """Where corpora go, and how fast."""
+    """The folders of corpora, and the speeds to plan with."""
 
     raw: str
     tokens: str

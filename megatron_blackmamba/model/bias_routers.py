@@ -40,7 +40,7 @@ class StateRouter(KindRouter):
 
     @property
     def gathers(self) -> bool:
-        """Whether this forward pass counts, once for each micro-batch in training."""
+        """Return whether this forward pass counts: once for each micro-batch in training."""
         return self.training and self.counter_E is not None
 
     def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:

@@ -21,12 +21,10 @@ def update_expert_bias(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LanguageModel) and (reminder := vars(module).get("bias_reminder")) is not None:
             reminder.steps = 0
-        if isinstance(module, KindRouter):
+        if isinstance(module, KindRouter | MegatronRouter):
             module.end_batch()
             module.begin_batch()
-        elif isinstance(module, TopKRouter) and module.expert_bias is None:
-            module.reset_global_aux_loss_tracker()
-        elif isinstance(module, TopKRouter) and module.expert_bias is not None:
+        if isinstance(module, TopKRouter) and module.expert_bias is not None:
             tokens_E, rate = module.local_tokens_per_expert, module.config.moe_router_bias_update_rate
             module.expert_bias.copy_(get_updated_expert_bias(tokens_E, module.expert_bias, rate))
             tokens_E.zero_()

@@ -164,9 +164,10 @@ class KindRouter(_Counted):
         carried_SBR = self.carried(hidden_SBD, inputs)
         return self.kind.logits(hidden_SBD.to(self.config.full_precision), self.widened(), carried_SBR, self.described)
 
-    def widened(self) -> dict[str, Tensor]:
-        """Return the weights in full precision, by name."""
-        return {name: weight.to(self.config.full_precision) for name, weight in self.named_parameters(recurse=False)}
+    def widened(self, but: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Return the weights in full precision, by name, all but some."""
+        weights = self.named_parameters(recurse=False)
+        return {name: weight.to(self.config.full_precision) for name, weight in weights if name not in but}
 
     def carried(self, hidden_SBD: Tensor, inputs: LayerInputs | None) -> Tensor | None:
         """Return what the router before left; zeros if there is none, so that every parameter has a gradient."""

@@ -44,7 +44,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Job:
-    """What the job that took a step says of the shares of its ranks."""
+    """The job that took a step, as far as it decides the shares of its ranks."""
 
     parallel: ParallelConfig
     processes: int | None

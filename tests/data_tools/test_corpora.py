@@ -1,4 +1,4 @@
-"""What `blackmamba data corpora` prints: commands for the published files, and figures that follow from the tokens."""
+"""`blackmamba data corpora` prints commands for the published files, and figures that follow from the tokens."""
 
 import json
 import shlex

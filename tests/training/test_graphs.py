@@ -174,7 +174,7 @@ def test_first_cause_of_a_failure_is_named():
 
 
 class Allocator:
-    """What PyTorch 2.11 does with the memory of captures, as its source has it."""
+    """A stand-in for how PyTorch 2.11 treats the memory of captures, as its source has it."""
 
     def __init__(self, monkeypatch, ends_failed):
         self.captures, self.uses, self.segments, self.ends_failed = set(), {}, set(), ends_failed

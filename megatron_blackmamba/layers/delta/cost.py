@@ -1,4 +1,4 @@
-"""What a layer of the delta rule costs, for plans."""
+"""The cost of a layer of the delta rule, for plans."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def of_met(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, T: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK_K: tl.constexpr, BY_CHANNEL: tl.constexpr, HAS_RESET: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of x, and parts of those of k and decays, from those of what `meet` computes.
+    """Compute from the gradients of what `meet` returns those of x, and parts of the ones of k and decays.
 
     dx_NTK: the part of x's gradient that comes through states. A step counts in pairs of tokens S < I <= T.
     """

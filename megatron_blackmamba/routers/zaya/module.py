@@ -39,12 +39,14 @@ class ZayaRouter(BiasRouter):
         """Compute as the kind does, but make no fp32 copy of the hidden states."""
         down_SBR = fp32_linear(hidden_SBD, self.down, self.down_bias, self.config.full_precision)
         carried_SBR = self.carried(hidden_SBD, inputs)
-        return logits_and_state(down_SBR, carried_SBR, self.widened(), self.config.layernorm_epsilon)
+        weights = self.widened(but=("down", "down_bias"))
+        return logits_and_state(down_SBR, carried_SBR, weights, self.config.layernorm_epsilon)
 
     def gather(self, logits_TE: Tensor, chosen: Tensor) -> None:
         super().gather(logits_TE, chosen)
-        self.skipped[0] += (chosen == self.num_experts).sum()
-        self.skipped[1] += chosen.numel()
+        if self.choices > self.num_experts:
+            self.skipped[0] += (chosen == self.num_experts).sum()
+            self.skipped[1] += chosen.numel()
 
     def measured(self) -> Measured:
         if self.choices == self.num_experts:
