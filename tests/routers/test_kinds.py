@@ -75,6 +75,16 @@ def test_router_with_state_writes_the_text_of_training(top_k, registered, build)
         logits_BV = decoder.step(state, new_B)
 
 
+def test_own_loops_begin_whole_batches_anew(build):
+    network = build("model.router.kind=softmax", "model.router.scope=data", "model.router.aux_loss=0.01").train()
+    ids_BS = torch.arange(64).view(2, 32)
+    network(ids_BS, ids_BS).mean().backward()
+    counts = [router.ga_steps for router in network.modules() if hasattr(router, "ga_steps")]
+    assert counts and all(counts)
+    update_expert_bias(network)
+    assert not any(counts)
+
+
 def test_own_loops_move_every_state(registered, build):
     registered(Levelled)
     network = build("model.router.kind=levelled", "model.pattern=ME").train()
