@@ -53,6 +53,12 @@ def test_locales_without_a_letter_get_another():
     assert (done.returncode, done.stderr) == (0, "") and "?" in done.stdout
 
 
+def test_commands_work_without_docstrings():
+    command = [sys.executable, "-m", "megatron_blackmamba", "config", "tiny"]
+    done = subprocess.run(command, env=environment(PYTHONOPTIMIZE="2"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "content", "said"),
     [
