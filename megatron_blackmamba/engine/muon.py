@@ -269,8 +269,8 @@ class Muon(Adam):
         """Move the momenta of shards, and return where they will be after one more such gradient (Nesterov)."""
         gradients = [self._read(shard) for shard in shards]
         kept = [self._momentum(shard) for shard in shards]
-        wide = [before.to(shard.dtype) for before, shard in zip(kept, shards, strict=True)]
-        momenta = torch._foreach_lerp(wide, gradients, 1 - self.momentum)
+        momenta = [before.to(shard.dtype, copy=True) for before, shard in zip(kept, shards, strict=True)]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         if self.moments:
             for before, momentum, shard, group in zip(kept, momenta, shards, groups, strict=True):
                 bits = rounding.random_bits(before, before, shard, rounding.seed_of(group["step"]))
@@ -278,7 +278,7 @@ class Muon(Adam):
         else:
             torch._foreach_copy_(kept, momenta)
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-        return list(momenta)
+        return momenta
 
     def _momentum(self, shard: Tensor) -> Tensor:
         """Return the momentum of a shard in its precision; others may have added it."""
