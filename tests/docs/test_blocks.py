@@ -61,7 +61,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         ".venv/bin/blackmamba study trend_gpu ",
     ),
     "the paper's corpora": (
-        "blackmamba data tokenize /raw/",
+        *("blackmamba data tokenize /raw/", "blackmamba data decontaminate /raw/"),
         "BLACKMAMBA_DATA=/tokens ",
         "blackmamba evaluate runs/blackmamba_1.5b ",
     ),
