@@ -100,7 +100,9 @@ def test_unknown_corpora_are_refused(names):
 
 def test_slurm_jobs_tokenize_after_the_download():
     text = run("open_mix", "--slurm", "cpu", "--cores", "40")
-    (fineweb,) = re.findall(r"download=\S+ .*--job-name=download_fineweb .*? --time=6:00:00 (?s:.*?)END\n\)\n(.*)", text)
+    (fineweb,) = re.findall(
+        r"download=\S+ .*--job-name=download_fineweb .*? --time=6:00:00 (?s:.*?)END\n\)\n(.*)", text
+    )
     assert "--dependency=afterok:$download" in fineweb and "--array=0-1 --cpus-per-task=16" in fineweb
     assert text.count("sbatch --parsable") == text.count("--partition=cpu") == 2 * 5 + 1
     there = run("open_mix", "--slurm", "cpu", "--no-download", "--cores", "3")
