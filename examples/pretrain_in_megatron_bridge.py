@@ -1,11 +1,12 @@
 """Train a model of this package in Megatron-Bridge's own loop, with its data, optimizer, schedule and checkpoints.
 
-    torchrun --nproc-per-node 8 examples/pretrain_in_megatron_bridge.py blackmamba_1.5b -- train.train_iters=1000
+    torchrun --nproc-per-node 1 examples/pretrain_in_megatron_bridge.py blackmamba_1.5b -- train.train_iters=1000
 
-Before `--` stand a config of this package and overrides, which describe model and layout; after it overrides of
+Before `--` stand a config of this package and overrides, which describe the model; after it overrides of
 Megatron-Bridge's `ConfigContainer`. docs/megatron_lm.md says what holds and what does not.
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Any
 import megatron_blackmamba.model
 from megatron_blackmamba.config import load
 from megatron_blackmamba.engine import changes
-from megatron_blackmamba.layers import carried
 
 changes.install()  # to megatron-core, before Megatron-Bridge imports it
 
@@ -51,31 +51,19 @@ class Provider(MambaModelProvider):
 
 
 def recipe(words: list[str]) -> bridge.ConfigContainer:
-    """Return Megatron-Bridge's config for a config of this package: its model, layout and batch, on mock data."""
+    """Return Megatron-Bridge's config for a config of this package: its model and batch, on mock data."""
     config = load(words[0], words[1:])
-    model, parallel, length = config.model, config.parallel, config.data.sequence_length
-    if parallel.pipeline > 1 and carried(model):
-        sys.exit(
-            "Megatron-Bridge exchanges the residual stream alone: model.router.kind=zaya needs parallel.pipeline=1."
-        )
+    model, length = config.model, config.data.sequence_length
     bf16, decay = config.training.precision == "bf16", config.optimizer.weight_decay
     provider = Provider(
         words=tuple(words),
         num_layers=model.layers,
         hidden_size=model.hidden_size,
-        num_attention_heads=parallel.tensor,
+        num_attention_heads=1,
         seq_length=length,
         vocab_size=model.vocab_size,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        tensor_model_parallel_size=parallel.tensor,
-        sequence_parallel=parallel.tensor > 1,
-        pipeline_model_parallel_size=parallel.pipeline,
-        pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=1,
-        num_moe_experts=model.experts if parallel.expert > 1 else None,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
     )
@@ -114,6 +102,8 @@ def forward_step(batches: Any, model: torch.nn.Module) -> tuple[Tensor, Any]:
 
 def main(words: list[str]) -> None:
     """Split the command line, and hand the model to Megatron-Bridge."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.exit("Use one process: two did not average their gradients in this loop, as docs/megatron_lm.md says.")
     middle = words.index("--")
     config = recipe(words[:middle])
     told, excluded = create_omegaconf_dict_config(config)

@@ -44,7 +44,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
     ),
     "a clone of Megatron-LM": ("git clone --branch core_", "PYTHONPATH=Megatron-LM torchrun "),
-    "Megatron-Bridge": ("torchrun --nproc-per-node 8 examples/pretrain_in_megatron_bridge.py ",),
+    "Megatron-Bridge": ("torchrun --nproc-per-node 1 examples/pretrain_in_megatron_bridge.py ",),
     "several machines": ("kubectl apply ", "sky jobs launch ", "MASTER_ADDR=node0 blackmamba train "),
     "a GPU": (
         *("scripts/gpu_check.sh ", "PYTHON=.venv/bin/python scripts/gpu_carry.sh "),
