@@ -78,8 +78,7 @@ class DeltaMixer(MegatronModule):
             return decay
         if self.tp_group.size() > 1:
             decay = all_gather_last_dim_from_tensor_parallel_region(decay, group=self.tp_group)
-        found: Tensor = self.decay_proj(decay)
-        return found
+        return self.decay_proj(decay)
 
     def _scan(self, reset_BS: Tensor | None, *inputs: Tensor) -> Tensor:
         if self.context is None:

@@ -79,5 +79,4 @@ class Mamba2Mixer(MegatronModule):
     def _scan(self, reset_BS: Tensor | None, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
         scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
         how = {"dt_bias_H": self.dt_bias, "reset_BL": reset_BS, "backend": self.backend}
-        y_BSHP: Tensor = scan(x, dt, -torch.exp(self.A_log), B, C, self.D, **how)
-        return y_BSHP
+        return scan(x, dt, -torch.exp(self.A_log), B, C, self.D, **how)

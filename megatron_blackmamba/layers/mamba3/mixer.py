@@ -78,8 +78,7 @@ class Mamba3Mixer(MegatronModule):
     def _whole_angle(self, angle: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
             return angle
-        whole: Tensor = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
-        return whole
+        return all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
 
     def _scan(self, reset_BS: Tensor | None, x: Tensor, rates: Rates, B: Tensor, C: Tensor) -> Tensor:
         how: dict[str, Any] = {"reset_BL": reset_BS, "group": self.context, "backend": self.backend}

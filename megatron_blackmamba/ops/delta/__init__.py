@@ -53,8 +53,7 @@ def delta(
         backend: "auto" or a key of `megatron_blackmamba.ops.delta.available_backends()`.
     """
     inputs = Inputs(q_BLHK, k_BLHK, erase_BLHK, written_BLHV, log_decay_BLHD, initial_state_BHKV, reset_BL)
-    found: tuple[Tensor, Tensor] = _backend_for(inputs, backend).scan(inputs)
-    return found
+    return _backend_for(inputs, backend).scan(inputs)
 
 
 def delta_part(
@@ -76,8 +75,7 @@ def delta_part(
     scan = _backend_for(inputs, backend).scan
 
     def from_start(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = scan(part._replace(initial_state_BHKV=start))
-        return found
+        return scan(part._replace(initial_state_BHKV=start))
 
     return scan_part(from_start, lambda part: part.summary(scan), group, inputs, torch.matmul)
 

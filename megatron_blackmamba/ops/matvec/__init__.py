@@ -37,8 +37,7 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
     require_floats("matvec", weight=weight_OI, x=x_BI)
     require_dimensions("matvec", "weight", weight_OI, 2)
     require_shape("matvec", "x", x_BI, *x_BI.shape[:-1], weight_OI.shape[1])
-    y_BO: Tensor = backends.choose(__name__, BACKENDS, "auto", weight_OI, x_BI).matvec(weight_OI, x_BI, threads)
-    return y_BO
+    return backends.choose(__name__, BACKENDS, "auto", weight_OI, x_BI).matvec(weight_OI, x_BI, threads)
 
 
 FEW, SEVERAL = 32, 256
