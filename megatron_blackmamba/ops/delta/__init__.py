@@ -25,8 +25,6 @@ from megatron_blackmamba.ops.context import scan_part
 from megatron_blackmamba.ops.delta.inputs import Inputs
 from megatron_blackmamba.ops.delta.step import delta_step
 
-__all__ = ["Inputs", "available_backends", "delta", "delta_part", "delta_step"]
-
 BACKENDS = ("chunked", "triton", "reference")  # "auto" takes the first; triton is unmeasured
 
 

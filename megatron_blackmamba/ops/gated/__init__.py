@@ -11,8 +11,6 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.gated.reference import ACTIVATIONS, GATED, activated
 
-__all__ = ["ACTIVATIONS", "activated", "available_backends", "gated", "is_fused"]
-
 BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 
 

@@ -15,8 +15,6 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.matvec.cpp import MAX_VECTORS
 
-__all__ = ["MAX_VECTORS", "available_backends", "bf16_products", "matvec", "product", "why_not_cpp"]
-
 BACKENDS = ("cpp", "reference")  # best first, each where it applies
 
 
