@@ -26,7 +26,6 @@ from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples
 from megatron_blackmamba.formats.find_shards import shards_at
 from megatron_blackmamba.formats.reads import Read
 from megatron_blackmamba.formats.remote import is_remote, local
-from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
     SUFFIXES,
     RawFile,
@@ -37,6 +36,7 @@ from megatron_blackmamba.formats.shards import (
     shard_names,
     shard_prefix,
 )
+from megatron_blackmamba.formats.source_schedule import Schedule
 from megatron_blackmamba.settings import ConfigError, Section, file_kinds
 from megatron_blackmamba.settings.yaml_files import read_yaml
 

@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_blackmamba.formats.schedule import repetition
 from megatron_blackmamba.formats.shards import token_dtype
+from megatron_blackmamba.formats.source_schedule import repetition
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.plan.estimate import Placed, Plan, storage_of
 from megatron_blackmamba.plan.memory import GIB

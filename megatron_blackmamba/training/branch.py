@@ -24,8 +24,8 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan.stages import Beginning
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.start.resume import ResumeError, differences, refuse_tokenizer, rule_of, shown
+from megatron_blackmamba.training.step.learning_rates import rate_change
 from megatron_blackmamba.training.step.progress import Progress
-from megatron_blackmamba.training.step.schedule import rate_change
 
 
 @dataclass(frozen=True)
