@@ -39,13 +39,15 @@ except ImportError:  # transformers 4.50
             return super().__call__(*args)
 
 
-class FinalNorm(nn.LayerNorm):
+class WideLayerNorm(nn.LayerNorm):
+    """LayerNorm in at least fp32, as the residual stream is."""
+
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = widen(self.weight), widen(self.bias)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm, "rms": RMSNorm}
+FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": WideLayerNorm, "rms": RMSNorm}
 """By config.final_norm."""
 
 

@@ -195,7 +195,7 @@ def test_read_norms_only_the_last_row(decoder):
     """And gives the same logits bit for bit as the norm of all rows."""
     tokens_BL, weights = torch.tensor([TOKENS * 20, TOKENS[::-1] * 20]), decoder.weights
     stream_BLD = decoder.stream(decoder.start(2), tokens_BL)
-    normed_BLD = decoder.final_norm.apply(stream_BLD, weights.final_norm_D, decoder.config.norm_eps)
+    normed_BLD = decoder.final_norm.apply(stream_BLD, weights.final_norm_parameters, decoder.config.norm_eps)
     shapes, kind = [], decoder.final_norm
 
     class Watched:
