@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_blackmamba.layers.decoding import Inputs
+    from megatron_blackmamba.layers.rows import Weight
     from megatron_blackmamba.settings import ModelConfig
 
 
@@ -33,16 +37,44 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (F.rms_norm(x.float(), weight.shape[-1:], None, eps) * weight).to(x.dtype)
 
 
-def convolved(x_BLI: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: Tensor, inputs: Inputs) -> Tensor:
-    """Convolve tokens after those in the window, which moves on."""
-    from megatron_blackmamba.ops.causal_conv1d import causal_conv1d
+def convolved(x: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: Tensor, inputs: Inputs | None) -> Tensor:
+    """Convolve tokens after those in the window, which moves on. Without inputs, x is one token of each sequence."""
+    from megatron_blackmamba.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 
+    if inputs is None:
+        return causal_conv1d_step(window_BWI, x, weight_IK, bias_I)
     keep_BL1 = inputs.keep_BL1
     if keep_BL1 is not None:
-        x_BLI = x_BLI * keep_BL1
+        x = x * keep_BL1
     y_BLI, last_window_BWI = causal_conv1d(
-        x_BLI, weight_IK, bias_I, initial_window=window_BWI, reset_BL=inputs.reset_BL, return_final_window=True
+        x, weight_IK, bias_I, initial_window=window_BWI, reset_BL=inputs.reset_BL, return_final_window=True
     )
     window_BWI.copy_(last_window_BWI)
     # The convolution's bias alone must not feed the state at padding.
     return y_BLI if keep_BL1 is None else y_BLI * keep_BL1
+
+
+class ProjectedDecoding(Decoding):
+    """A layer between in_proj, whose rows have names, and out_proj."""
+
+    rows_of: ClassVar[Callable[[ModelConfig], Weight]]
+    """Returns what the kind declares of in_proj."""
+
+    def __init__(self, rows: Weight) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Decoding:
+        return cls(cls.rows_of(model))
+
+    @abstractmethod
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
+        """Return what out_proj reads, given what in_proj computes. inputs: None for one token of each sequence."""
+
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+        return run.times(self.mixed(run, layer, run.times(x_BD, layer.in_proj), memory, None), layer.out_proj)
+
+    def read(self, run: Runner, layer: Any, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+        from megatron_blackmamba.ops.matvec import product
+
+        return product(self.mixed(run, layer, product(x_BLD, layer.in_proj), memory, inputs), layer.out_proj)

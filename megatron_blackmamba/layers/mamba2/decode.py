@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
-from megatron_blackmamba.layers.mamba2.arithmetic import Map, mixed
+from megatron_blackmamba.layers.decoding import Inputs, Runner
+from megatron_blackmamba.layers.mamba2.arithmetic import mixed
 from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
-from megatron_blackmamba.layers.recurrent import NORMS, convolved, normed
-from megatron_blackmamba.layers.rows import Weight
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
+from megatron_blackmamba.layers.recurrent import NORMS, ProjectedDecoding, convolved, normed
 from megatron_blackmamba.ops.decoding import Step, mamba2_step
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
-from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.ops.ssd import ssd, ssd_step
 from megatron_blackmamba.settings import ModelConfig
 
@@ -46,15 +43,10 @@ class NormedMamba2Layer(Mamba2Layer):
     C_norm_GN: Tensor
 
 
-class Mamba2Decoding(Decoding):
+class Mamba2Decoding(ProjectedDecoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
 
-    def __init__(self, rows: Weight) -> None:
-        self.rows = rows
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> "Mamba2Decoding":
-        return cls(in_proj(model))
+    rows_of = staticmethod(in_proj)
 
     def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
         weights = {
@@ -85,60 +77,31 @@ class Mamba2Decoding(Decoding):
             return None
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+    def mixed(
+        self, run: Runner, layer: Mamba2Layer, projected: Tensor, memory: list[Tensor], inputs: Inputs | None
+    ) -> Tensor:
         window_BWQ, state_BHPN = memory
+        model = run.config
 
-        def convolve(x_BQ: Tensor) -> Tensor:
-            return causal_conv1d_step(window_BWQ, x_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
-
-        def scan(x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor) -> Tensor:
-            return ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
-
-        return run.times(
-            _mixed(run.times(x_BD, layer.in_proj), self.rows, layer, run.config, convolve, scan), layer.out_proj
-        )
-
-    def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        window_BWQ, state_BHPN = memory
-
-        def convolve(x_BLQ: Tensor) -> Tensor:
-            return convolved(x_BLQ, layer.conv_weight_QK, layer.conv_bias_Q, window_BWQ, inputs)
-
-        def scan(x_BLHP: Tensor, dt_BLH: Tensor, B_BLGN: Tensor, C_BLGN: Tensor) -> Tensor:
-            y_BLHP, last_state_BHPN = ssd(
-                x_BLHP,
-                dt_BLH,
-                layer.A_H,
-                B_BLGN,
-                C_BLGN,
-                layer.D_H,
-                dt_bias_H=layer.dt_bias_H,
-                initial_state_BHPN=state_BHPN,
-                reset_BL=inputs.reset_BL,
-                return_final_state=True,
-            )
+        def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+            if inputs is None:
+                return ssd_step(state_BHPN, x, dt, layer.A_H, B, C, layer.D_H, layer.dt_bias_H)
+            how: Any = {"dt_bias_H": layer.dt_bias_H, "initial_state_BHPN": state_BHPN, "reset_BL": inputs.reset_BL}
+            y_BLHP, last_state_BHPN = ssd(x, dt, layer.A_H, B, C, layer.D_H, **how, return_final_state=True)
             state_BHPN.copy_(last_state_BHPN)
             return y_BLHP
 
-        return product(
-            _mixed(product(x_BLD, layer.in_proj), self.rows, layer, run.config, convolve, scan), layer.out_proj
+        norms = [layer.B_norm_GN, layer.C_norm_GN] if isinstance(layer, NormedMamba2Layer) else []
+        return mixed(
+            projected,
+            self.rows,
+            model,
+            layer.dt_bias_H,
+            lambda xBC: convolved(xBC, layer.conv_weight_QK, layer.conv_bias_Q, window_BWQ, inputs),
+            [partial(_normed, weight_GN=weight_GN, eps=model.norm_eps) for weight_GN in norms],
+            scan,
+            lambda y, z: gated_rms_norm(y, z, layer.norm_I, model.mamba2.groups, model.norm_eps),
         )
-
-
-def _mixed(projected: Tensor, rows: Weight, layer: Mamba2Layer, model: ModelConfig, convolve: Map, scan: Any) -> Tensor:
-    norms: list[Tensor] = []
-    if isinstance(layer, NormedMamba2Layer):
-        norms = [layer.B_norm_GN, layer.C_norm_GN]
-    return mixed(
-        projected,
-        rows,
-        model,
-        layer.dt_bias_H,
-        convolve,
-        [partial(_normed, weight_GN=weight_GN, eps=model.norm_eps) for weight_GN in norms],
-        scan,
-        lambda y, z: gated_rms_norm(y, z, layer.norm_I, model.mamba2.groups, model.norm_eps),
-    )
 
 
 def _normed(part: Tensor, weight_GN: Tensor, eps: float) -> Tensor:
