@@ -62,7 +62,7 @@ class Decoding(ABC):
 
     @abstractmethod
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
-        """Return the weights: a dataclass of tensors, dictionaries of them, or None.
+        """Return the weights: an object whose attributes are tensors, dictionaries of them, or None.
 
         `get(name, dtype)` loads one tensor of the mixer, by default in fp32.
         """

@@ -3,8 +3,8 @@
 Shapes: B batch, L length, D model, H heads, K key channels of a head, V value channels, Q channels of the convolution.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,56 +19,34 @@ from megatron_blackmamba.ops.delta import delta, delta_step
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class DeltaLayer:
-    """The weights of one layer; the parameters of the recurrence are in fp32."""
-
-    in_proj: Tensor
-    conv_weight_QK: Tensor
-    dt_bias: Tensor
-    A_log_H: Tensor
-    norm_V: Tensor
-    out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class ChannelwiseDeltaLayer(DeltaLayer):
-    """The weights of one layer with a decay for each key channel."""
-
-    decay_proj: Tensor
-
-
 class DeltaDecoding(ProjectedDecoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the state `[B, H, K, V]`, both fp32."""
 
     rows_of = staticmethod(in_proj)
 
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> DeltaLayer:
-        weights = {
-            "in_proj": get("in_proj.weight", dtype),
-            "conv_weight_QK": get("conv1d.weight")[:, 0].contiguous(),
-            "dt_bias": get("dt_bias"),
-            "A_log_H": get("A_log"),
-            "norm_V": get("norm.weight"),
-            "out_proj": get("out_proj.weight", dtype),
-        }
-        if not by_channel(model):
-            return DeltaLayer(**weights)
-        return ChannelwiseDeltaLayer(**weights, decay_proj=get("decay_proj.weight", dtype))
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; the parameters of the recurrence are in fp32."""
+        return SimpleNamespace(
+            in_proj=get("in_proj.weight", dtype),
+            conv_weight_QK=get("conv1d.weight")[:, 0].contiguous(),
+            decay_proj=get("decay_proj.weight", dtype) if by_channel(model) else None,
+            dt_bias=get("dt_bias"),
+            A_log_H=get("A_log"),
+            norm_V=get("norm.weight"),
+            out_proj=get("out_proj.weight", dtype),
+        )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         H, _, K, V = sizes(model)
         shapes = ((model.conv_kernel - 1, self.rows.count("q k v")), (H, K, V))
         return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
 
-    def mixed(
-        self, run: Runner, layer: DeltaLayer, projected: Tensor, memory: list[Tensor], inputs: Inputs | None
-    ) -> Tensor:
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         window_BWQ, state_BHKV = memory
 
         def decays(decay: Tensor) -> Tensor:
             times = run.times if inputs is None else F.linear
-            return times(decay, layer.decay_proj) if isinstance(layer, ChannelwiseDeltaLayer) else decay
+            return decay if layer.decay_proj is None else times(decay, layer.decay_proj)
 
         def scan(*tokens: Tensor) -> Tensor:
             if inputs is None:

@@ -4,8 +4,8 @@ Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G gr
 K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, X = I + Q + H rows of in_proj.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,49 +21,25 @@ from megatron_blackmamba.ops.ssd import ssd, ssd_step
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class Mamba2Layer:
-    """The weights of one layer; the parameters of the recurrence are in fp32."""
-
-    in_proj: Tensor
-    conv_weight_QK: Tensor
-    conv_bias_Q: Tensor
-    dt_bias_H: Tensor
-    A_H: Tensor
-    D_H: Tensor
-    norm_I: Tensor
-    out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class NormedMamba2Layer(Mamba2Layer):
-    """The weights of one layer with model.mamba_norms."""
-
-    B_norm_GN: Tensor
-    C_norm_GN: Tensor
-
-
 class Mamba2Decoding(ProjectedDecoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
 
     rows_of = staticmethod(in_proj)
 
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
-        weights = {
-            "in_proj": get("in_proj.weight", dtype),
-            "conv_weight_QK": get("conv1d.weight")[:, 0].contiguous(),
-            "conv_bias_Q": get("conv1d.bias"),
-            "dt_bias_H": get("dt_bias"),
-            "A_H": -get("A_log").exp(),
-            "D_H": get("D"),
-            "norm_I": get("norm.weight"),
-            "out_proj": get("out_proj.weight", dtype),
-        }
-        if not model.mamba_norms:
-            return Mamba2Layer(**weights)
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; the parameters of the recurrence are in fp32."""
         groups = (model.mamba2.groups, -1)
-        B_norm_GN, C_norm_GN = (get(f"{name}.weight").view(groups) for name in NORMS[1:])
-        return NormedMamba2Layer(**weights, B_norm_GN=B_norm_GN, C_norm_GN=C_norm_GN)
+        return SimpleNamespace(
+            in_proj=get("in_proj.weight", dtype),
+            conv_weight_QK=get("conv1d.weight")[:, 0].contiguous(),
+            conv_bias_Q=get("conv1d.bias"),
+            dt_bias_H=get("dt_bias"),
+            A_H=-get("A_log").exp(),
+            D_H=get("D"),
+            norm_I=get("norm.weight"),
+            out_proj=get("out_proj.weight", dtype),
+            **{name: get(f"{name}.weight").view(groups) for name in NORMS[1:] if model.mamba_norms},
+        )
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         I, H, GN = sizes(model)
@@ -72,14 +48,12 @@ class Mamba2Decoding(ProjectedDecoding):
             torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
         ]
 
-    def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step | None:
+    def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         if model.mamba_norms or model.mamba2.time_step_min:
             return None
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
-    def mixed(
-        self, run: Runner, layer: Mamba2Layer, projected: Tensor, memory: list[Tensor], inputs: Inputs | None
-    ) -> Tensor:
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         window_BWQ, state_BHPN = memory
         model = run.config
 
@@ -91,7 +65,7 @@ class Mamba2Decoding(ProjectedDecoding):
             state_BHPN.copy_(last_state_BHPN)
             return y_BLHP
 
-        norms = [layer.B_norm_GN, layer.C_norm_GN] if isinstance(layer, NormedMamba2Layer) else []
+        norms = [getattr(layer, name) for name in NORMS[1:]] if model.mamba_norms else []
         return mixed(
             projected,
             self.rows,

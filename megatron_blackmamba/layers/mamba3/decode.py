@@ -4,8 +4,8 @@ Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G gr
 X = 2I + 2RGN + 3H + S rows of in_proj.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,34 +20,18 @@ from megatron_blackmamba.ops.mamba3 import Memory, Rates, mamba3, mamba3_step
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class Mamba3Layer:
-    """The weights of one layer; the parameters of the recurrence are in fp32."""
-
-    in_proj: Tensor
-    dt_bias_H: Tensor
-    B_bias_HRN: Tensor
-    C_bias_HRN: Tensor
-    D_H: Tensor
-    B_norm_N: Tensor
-    C_norm_N: Tensor
-    out_proj: Tensor
-    norm_I: Tensor | None
-    """With model.mamba3.output_norm."""
-    x_HRP: Tensor | None
-    """Factors of inputs, gates and outputs, with model.mamba3.rank above 1."""
-    z_HRP: Tensor | None
-    o_HRP: Tensor | None
-
-
 class Mamba3Decoding(ProjectedDecoding):
     """The memory is that of `ops/mamba3`: the sum of angles, the state, and the last token's B and x, all fp32."""
 
     rows_of = staticmethod(in_proj)
 
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba3Layer:
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; the parameters of the recurrence are in fp32.
+
+        The factors of inputs, gates and outputs are None without model.mamba3.rank above 1.
+        """
         x_HRP, z_HRP, o_HRP = (get(name) if model.mamba3.rank > 1 else None for name in MIX)
-        return Mamba3Layer(
+        return SimpleNamespace(
             in_proj=get("in_proj.weight", dtype),
             dt_bias_H=get("dt_bias"),
             B_bias_HRN=get("B_bias"),
@@ -68,9 +52,7 @@ class Mamba3Decoding(ProjectedDecoding):
         shapes = ((H, S), (H, P, N), (H, R, N), (H, P))
         return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
 
-    def mixed(
-        self, run: Runner, layer: Mamba3Layer, projected: Tensor, memory: list[Tensor], inputs: Inputs | None
-    ) -> Tensor:
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         model, at = run.config, Memory(*memory)
 
         def scan(x: Tensor, rates: Rates, B: Tensor, C: Tensor) -> Tensor:
@@ -87,9 +69,8 @@ class Mamba3Decoding(ProjectedDecoding):
 
         def normed_I(y: Tensor, z: Tensor | None = None) -> Tensor:
             if z is not None:
-                weight_I: Any = layer.norm_I
-                return gated_rms_norm(y, z, weight_I, self.rows.count("dt"), model.norm_eps, norm_first=True)
-            weight_HP = layer.norm_I.view(-1, model.mamba3.head_dim)  # type: ignore[union-attr]
+                return gated_rms_norm(y, z, layer.norm_I, self.rows.count("dt"), model.norm_eps, norm_first=True)
+            weight_HP = layer.norm_I.view(-1, model.mamba3.head_dim)
             return normed(y.unflatten(-1, weight_HP.shape), weight_HP, model.norm_eps).flatten(-2)
 
         return mixed(
