@@ -37,19 +37,8 @@ OWN_OPTIONS = {
     "signal": "--warn",
 }
 """Options of sbatch that a job sets itself, and what changes each."""
-SHORT_OPTIONS = {
-    "-J": "job-name",
-    "-N": "nodes",
-    "-G": "gpus",
-    "-n": "ntasks",
-    "-c": "cpus-per-task",
-    "-t": "time",
-    "-p": "partition",
-    "-A": "account",
-    "-a": "array",
-    "-d": "dependency",
-    "-o": "output",
-}
+_LONG = ("job-name", "nodes", "gpus", "ntasks", "cpus-per-task", "time", "partition", "account", "array", "dependency")
+SHORT_OPTIONS = dict(zip("JNGnctpAado", (*_LONG, "output"), strict=True))
 
 
 class LaunchError(ValueError):
@@ -120,7 +109,7 @@ class JobRequest:
         if wrong is not None:
             raise LaunchError(f"sbatch options begin with --, for example --qos=high; {wrong!r} does not")
         for option in self.options:
-            name = SHORT_OPTIONS.get(option[:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
+            name = SHORT_OPTIONS.get(option[1:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
             if name == "gres" and re.search(r"[=\s,]gpu\b", option):
                 raise LaunchError(f"--sbatch={option}: use --gpus-per-node instead, with a type as in h100:8")
             if name in OWN_OPTIONS:
