@@ -180,6 +180,7 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         f"--nodes={request.nodes}",
         f"--ntasks-per-node={request.tasks_per_node}",
         *("--mem=0", "--exclusive", "--requeue", "--dependency=singleton", "--open-mode=append"),
+        f"--time={request.time}",
         f"--signal=B:USR1@{request.warning_s}",
         *_shared(request, run, request.gpus_per_node, "%j.log"),
     ]
@@ -219,6 +220,7 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
     wishes = [
         f"--job-name={job_name(run)}-evaluate",
         *("--nodes=1", "--ntasks=1"),
+        f"--time={request.time}",
         *_shared(request, run, min(1, request.gpus_per_node), "evaluate-%j.log"),
     ]
     command = [request.python, "-m", "megatron_blackmamba", "evaluate"]
@@ -236,7 +238,6 @@ def _shared(request: JobRequest, run: RunFolder, gpus: int, log: str) -> list[st
     return [
         request.gpus(gpus),
         f"--cpus-per-task={request.cpus_per_process}",
-        f"--time={request.time}",
         f"--output={_literal(run.logs)}/{log}",
         f"--partition={request.partition}" if request.partition else "",
         f"--account={request.account}" if request.account else "",

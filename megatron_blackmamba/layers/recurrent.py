@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
 
@@ -57,8 +56,10 @@ def convolved(x: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: T
 class ProjectedDecoding(Decoding):
     """A layer between in_proj, whose rows have names, and out_proj."""
 
-    rows_of: ClassVar[Callable[[ModelConfig], Weight]]
-    """Returns what the kind declares of in_proj."""
+    @staticmethod
+    @abstractmethod
+    def rows_of(model: ModelConfig) -> Weight:
+        """Return what the kind declares of in_proj."""
 
     def __init__(self, rows: Weight) -> None:
         self.rows = rows
