@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
 
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_blackmamba.layers.rows import Weight
+    from megatron_blackmamba.registry import Cannot
     from megatron_blackmamba.settings import ModelConfig
 
 
+A_RANGE = (1.0, 16.0)
+"""Initial decay rates, as in mamba-ssm."""
 NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 """With model.mamba_norms: behind x_proj, with Jamba's names. Mamba-2 has the last two, in front of its scan."""
 
@@ -27,6 +31,38 @@ def initial_dt_bias(shape: tuple[int, ...], model: ModelConfig, random: torch.Ge
     low, high = math.log(model.init.dt_min), math.log(model.init.dt_max)
     dt = torch.exp(torch.rand(shape, generator=random) * (high - low) + low).clamp(min=model.init.dt_floor)
     return dt + torch.log(-torch.expm1(-dt))
+
+
+class RecurrentKind:
+    """What recurrent kinds answer alike; a kind names it in front of LayerKind."""
+
+    cut: ClassVar[Cannot | None] = None
+    writes_to_residual: ClassVar[tuple[str, ...]] = ("out_proj.weight",)
+    part: ClassVar[str]
+    """Also the section of `model:` that it reads."""
+    keys: ClassVar[tuple[str, ...]]
+    exports: ClassVar[tuple[str, ...]] = ()
+    """Keys of this section that an export's config.json has, behind the name of the section."""
+
+    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
+        import torch
+
+        if name == "D":
+            return torch.ones(shape)
+        if name == "A_log":
+            return torch.empty(shape).uniform_(*A_RANGE, generator=random).log()
+        if name.startswith("conv1d."):
+            return (torch.rand(shape, generator=random) * 2 - 1) * model.conv_kernel**-0.5
+        return initial_dt_bias(shape, model, random) if name == "dt_bias" else None
+
+    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
+        fields = {f"{self.part}_{key}": getattr(getattr(model, self.part), key) for key in self.exports}
+        return fields | ({"mamba_norms": model.mamba_norms} if "mamba_norms" in self.keys else {})
+
+    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {key: content[name] for key in self.exports if (name := f"{self.part}_{key}") in content}
+        norms = {"mamba_norms": content.get("mamba_norms", False)} if "mamba_norms" in self.keys else {}
+        return ({self.part: fields} if self.exports else {}) | norms
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
