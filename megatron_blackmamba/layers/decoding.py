@@ -67,9 +67,9 @@ class Decoding(ABC):
         `get(name, dtype)` loads one tensor of the mixer, by default in fp32.
         """
 
-    @abstractmethod
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        """Return the memory of `batch` sequences before their first token; the first axis is the batch."""
+        """Return the memory of `batch` sequences before their first token, if any; the first axis is the batch."""
+        return []
 
     @abstractmethod
     def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:

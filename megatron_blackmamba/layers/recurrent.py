@@ -90,12 +90,12 @@ def convolved(x: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: T
 
 
 class ProjectedDecoding(Decoding):
-    """A layer between in_proj, whose rows have names, and out_proj."""
+    """A layer between in_proj and out_proj; the rows of one of its projections have names."""
 
     @staticmethod
     @abstractmethod
     def rows_of(model: ModelConfig) -> Weight:
-        """Return what the kind declares of in_proj."""
+        """Return what the kind declares of this projection."""
 
     def __init__(self, rows: Weight) -> None:
         self.rows = rows
@@ -103,6 +103,15 @@ class ProjectedDecoding(Decoding):
     @classmethod
     def of(cls, model: ModelConfig) -> Decoding:
         return cls(cls.rows_of(model))
+
+    @abstractmethod
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of what it remembers of a sequence, in fp32."""
+
+    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+        import torch
+
+        return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in self.shapes(model)]
 
     @abstractmethod
     def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:

@@ -36,10 +36,9 @@ class DeltaDecoding(ProjectedDecoding):
             out_proj=get("out_proj.weight", dtype),
         )
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
         H, _, K, V = sizes(model)
-        shapes = ((model.conv_kernel - 1, self.rows.count("q k v")), (H, K, V))
-        return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
+        return (model.conv_kernel - 1, self.rows.count("q k v")), (H, K, V)
 
     def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         window_BWQ, state_BHKV = memory

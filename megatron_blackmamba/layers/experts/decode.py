@@ -57,9 +57,6 @@ class ExpertsDecoding(Decoding):
             latent_up_DW=get("latent_up.weight", dtype) if latent else None,
         )
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        return []
-
     def choice(self, layer: Any, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
         before = inputs.carried_TR
         chosen_TK = self.route(layer, x_TD, inputs, model).chosen

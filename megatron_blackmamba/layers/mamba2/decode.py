@@ -41,12 +41,9 @@ class Mamba2Decoding(ProjectedDecoding):
             **{name: get(f"{name}.weight").view(groups) for name in NORMS[1:] if model.mamba_norms},
         )
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
         I, H, GN = sizes(model)
-        return [
-            torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, dtype=torch.float32, device=device),
-            torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
-        ]
+        return (model.conv_kernel - 1, I + 2 * GN), (H, model.mamba2.head_dim, model.mamba2.state_size)
 
     def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         if model.mamba_norms or model.mamba2.time_step_min:

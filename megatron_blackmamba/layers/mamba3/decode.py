@@ -46,11 +46,10 @@ class Mamba3Decoding(ProjectedDecoding):
             o_HRP=o_HRP,
         )
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
         _, _, H, S = sizes(model)
         P, N, R = model.mamba3.head_dim, model.mamba3.state_size, model.mamba3.rank
-        shapes = ((H, S), (H, P, N), (H, R, N), (H, P))
-        return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
+        return (H, S), (H, P, N), (H, R, N), (H, P)
 
     def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         model, at = run.config, Memory(*memory)

@@ -22,9 +22,6 @@ class MLPDecoding(Decoding):
         """Return the weights; the rows of fc1 are [gate | up], or all alike without a gate."""
         return SimpleNamespace(fc1_GD=get("linear_fc1.weight", dtype), fc2_DF=get("linear_fc2.weight", dtype))
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        return []
-
     def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         if not model.gated or model.activation not in ("silu", "gelu"):
             return None
