@@ -19,6 +19,10 @@ IMAGE_FILES = (".sif", ".sqsh")
 """The ends of the names of images that are files; the others are names in a registry."""
 EVALUATE_JOB = "evaluate.sbatch"
 """The job that scores a checkpoint, beside the config of a launch."""
+EVALUATE_TIME = "4:00:00"
+"""The most that such a job asks for: a short limit lets it start between larger jobs."""
+EVALUATE_NICE = 10_000
+"""How far such a job stands behind the training in the queue; `--sbatch=--nice=N` changes it for both."""
 SETTINGS = ("PREFLIGHT", "PREFLIGHT_SECONDS", "DOCTOR_OPTIONS", "STUCK_SECONDS", "WATCH_SECONDS")
 """Variables of the job body; those set at launch are written into the job."""
 PREFLIGHT_S = 600
@@ -220,17 +224,21 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
     wishes = [
         f"--job-name={job_name(run)}-evaluate",
         *("--nodes=1", "--ntasks=1"),
-        f"--time={request.time}",
+        f"--time={min(request.time, EVALUATE_TIME, key=time_limit_s)}",
+        f"--nice={EVALUATE_NICE}",
         *_shared(request, run, min(1, request.gpus_per_node), "evaluate-%j.log"),
     ]
     command = [request.python, "-m", "megatron_blackmamba", "evaluate"]
     options = ["--data", str(request.evaluate), "--encoding", "separate"]
-    said = f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. Use: sbatch FILE CHECKPOINT"
+    said = [
+        f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. If it did not end in time,",
+        "# sbatch FILE CHECKPOINT continues it.",
+    ]
     lines = [
         f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         f'exec {shlex.join(command)} "$1" {shlex.join(options)}',
     ]
-    return _script([said], wishes, lines)
+    return _script(said, wishes, lines)
 
 
 def _shared(request: JobRequest, run: RunFolder, gpus: int, log: str) -> list[str]:
