@@ -72,6 +72,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
                 "blackmamba import hf mamba my_mamba",
             ),
             *("blackmamba train mamba_343m my_mamba/model.yaml ", "blackmamba export hf runs/more "),
+            *("blackmamba evaluate my_mamba ", "blackmamba evaluate runs/more "),
         ),
         *("blackmamba export hf runs/quickstart/quickstart", "python -m megatron_blackmamba.evaluation "),
         ".venv/bin/blackmamba study trend_gpu ",
