@@ -23,8 +23,8 @@ from megatron_blackmamba.formats.mixture import (
     content_fingerprint,
 )
 from megatron_blackmamba.formats.reads import SourceEpochs
-from megatron_blackmamba.formats.schedule import Schedule, repetition
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, Shard
+from megatron_blackmamba.formats.source_schedule import Schedule, repetition
 
 PREFIXES_CHECKED = 1_000_000
 ALLOWED_DEVIATION = 2.0

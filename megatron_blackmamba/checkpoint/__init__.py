@@ -3,17 +3,6 @@
 from megatron_blackmamba.checkpoint.manifest import CheckpointError, DamagedCheckpoint, verify
 from megatron_blackmamba.checkpoint.reading import CheckpointReader, find_checkpoint
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointReader",
-    "Checkpoints",
-    "DamagedCheckpoint",
-    "NotFiniteError",
-    "SaveError",
-    "find_checkpoint",
-    "verify",
-]
-
 
 def __getattr__(name: str):
     """Import `Checkpoints` on demand: it imports megatron-core, which code that only reads checkpoints should not."""

@@ -1,12 +1,15 @@
 """The ranks' agreement about files that they write together: if one fails, all raise the same error, and none waits."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron_blackmamba.checkpoint.writing import reason
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World, gathered
+
+T = TypeVar("T")
 
 
 class SaveError(OSError):
@@ -24,6 +27,20 @@ def together(world: World, on_main: Callable[[], None], what: str) -> None:
     dist.broadcast_object_list(failed, src=0, device=device.device())
     if failed[0] is not None:
         raise SaveError(failed[0])
+
+
+def found_by_main(world: World, find: Callable[[], T]) -> T:
+    """Return what rank 0 finds; if it refuses, every rank raises its error."""
+    found: list[Any] = [None, None]
+    if world.is_main:
+        try:
+            found[0] = find()
+        except ValueError as error:
+            found[1] = error
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def each(world: World, on_every: Callable[[], None], what: str) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
-from megatron_blackmamba.checkpoint.agreement import SaveError, gathered, together
+from megatron_blackmamba.checkpoint.agreement import SaveError, found_by_main, gathered, together
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
 from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
@@ -97,9 +97,7 @@ class Checkpoints:
 
     def _look_for_lost(self, steps: list[int]) -> None:
         """Report that the last checkpoint is gone; refuse to go on if none is left."""
-        found = [self._last_saved(steps)] if self.world.is_main else [None]
-        dist.broadcast_object_list(found, src=0)
-        last = found[0]
+        last = found_by_main(self.world, lambda: self._last_saved(steps))
         if last is None or last <= max(steps, default=-1):
             return
         gone = f"{self.folder.checkpoint(last)} was saved and is gone"
@@ -121,9 +119,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints on disk (by name), equal on every rank."""
-        found = [sorted(step for step, _ in self._folders())] if self.world.is_main else [None]
-        dist.broadcast_object_list(found, src=0)
-        return found[0] or []
+        return found_by_main(self.world, lambda: sorted(step for step, _ in self._folders()))
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what `save` was given beside the tensors."""
@@ -146,7 +142,7 @@ class Checkpoints:
 
     def load_weights(self, path: str | Path) -> None:
         """Load the weights only, from a checkpoint of this or another run, which may be training: `latest` moves."""
-        folder = self._found_by_main(path)
+        folder = found_by_main(self.world, lambda: find_checkpoint(path))
         self._check(folder)
         self.alive(f"loading the weights of {folder}")
         sharded.load_weights(folder, self.model, self.optimizer, self.ema)
@@ -304,20 +300,6 @@ class Checkpoints:
     def _partial(self, step: int) -> Path:
         final = self.folder.checkpoint(step)
         return final.with_name(f".{final.name}")
-
-    def _found_by_main(self, path: str | Path) -> Path:
-        """Return the checkpoint that rank 0 finds at `path`, or raise its error on every rank."""
-        found: list[Path | manifest.CheckpointError | None] = [None]
-        if self.world.is_main:
-            try:
-                found[0] = find_checkpoint(path)
-            except manifest.CheckpointError as error:
-                found[0] = error
-        dist.broadcast_object_list(found, src=0)
-        if isinstance(found[0], manifest.CheckpointError):
-            raise found[0]
-        assert found[0] is not None
-        return found[0]
 
     def _check(self, folder: Path) -> None:
         """Verify a checkpoint, the ranks sharing the reading; what one finds, all raise. Damage says the most."""

@@ -251,9 +251,9 @@ def launch(
     ] = None,
     cpus_per_process: Annotated[int, typer.Option(help="Number of cores per process.")] = 8,
     time: Annotated[str, typer.Option(help="Slurm time limit: 90 (minutes), 4:00:00, 2-12.")] = "24:00:00",
-    warn: Annotated[
+    warn_seconds: Annotated[
         int | None,
-        typer.Option(help="Save this many seconds before the limit.", show_default="a quarter of the time, max. 600"),
+        typer.Option("--warn", help="Save this many seconds before the limit.", show_default="time / 4, at most 600"),
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
@@ -265,9 +265,9 @@ def launch(
     evaluate: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Score kept checkpoints in separate jobs, on data in DIR.")
     ] = None,
-    sbatch: Annotated[
+    options: Annotated[
         list[str] | None,
-        typer.Option(metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
+        typer.Option("--sbatch", metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; write and submit nothing.")] = False,
     as_json: Json = False,
@@ -278,30 +278,15 @@ def launch(
 
     [dim]blackmamba launch my_run.yaml --nodes 2 --time 4:00:00 --chain 3[/dim]
     """
+    asked = {name: value for name, value in locals().items() if name not in ("configs", "dry_run", "as_json")}
     import json
 
     from megatron_blackmamba.launch.job import JobRequest, split_gpus
     from megatron_blackmamba.launch.submit import announce, interpreter, job_body, prepare, submit
 
-    gpu_type, number = split_gpus(gpus_per_node)
-    request = JobRequest(
-        nodes=nodes,
-        gpus_per_node=number,
-        gpu_type=gpu_type,
-        gpu=gpu,
-        processes_per_node=processes_per_node,
-        cpus_per_process=cpus_per_process,
-        time=time,
-        warn_seconds=warn,
-        partition=partition,
-        account=account,
-        container=container,
-        python=interpreter(container),
-        chain=chain,
-        restarts=restarts,
-        evaluate=None if evaluate is None else evaluate.resolve(),
-        options=tuple(sbatch or ()),
-    )
+    asked["gpu_type"], asked["gpus_per_node"] = split_gpus(gpus_per_node)
+    asked |= {"evaluate": evaluate and evaluate.resolve(), "options": tuple(options or ())}
+    request = JobRequest(**asked, python=interpreter(container))
     run = compose(configs, to_train=True)
     with working("planning the job"):
         done = prepare(run, request) if dry_run else submit(run, request)

@@ -3,21 +3,3 @@
 from megatron_blackmamba.config.load import find, keys, load, shipped
 from megatron_blackmamba.config.saved import from_saved, model_to_yaml, read_saved, to_saved, to_yaml
 from megatron_blackmamba.settings import ConfigError, KernelsConfig, ModelConfig, ParallelConfig, RampStage, RunConfig
-
-__all__ = [
-    "ConfigError",
-    "KernelsConfig",
-    "ModelConfig",
-    "ParallelConfig",
-    "RampStage",
-    "RunConfig",
-    "find",
-    "from_saved",
-    "keys",
-    "load",
-    "model_to_yaml",
-    "read_saved",
-    "shipped",
-    "to_saved",
-    "to_yaml",
-]

@@ -5,5 +5,3 @@ from megatron_blackmamba.data.changes import refuse_changed_data
 from megatron_blackmamba.data.datasets import DataError
 from megatron_blackmamba.data.integrity import ShardCheck
 from megatron_blackmamba.data.plan import DataPlan, build
-
-__all__ = ["Batch", "BatchStream", "DataError", "DataPlan", "ShardCheck", "build", "refuse_changed_data"]

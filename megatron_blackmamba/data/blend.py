@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron_blackmamba.data.datasets import Sample, WindowDataset
-from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.source_schedule import Schedule
 
 
 class MixtureDataset:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError, Phase, content_fingerprint
 from megatron_blackmamba.formats.reads import Read
-from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.source_schedule import Schedule
 
 
 def continued(trunk: Mixture, then: Mixture, first: int, sequence_length: int) -> Mixture:

@@ -63,10 +63,6 @@ class WindowOrder:
                 if sample < end:
                     yield Part(sample, self._first + epoch, first, count)
 
-    def _overlaps(self, place: int, tokens: int, start: int) -> Iterator[tuple[int, int]]:
-        offset = (place - start) % self.tokens
-        return ((first, count) for _, first, count in _windows(offset, tokens, self.length, 1, self.tokens))
-
     def _epoch(self, epoch: int) -> tuple[Permutation, int]:
         """Return the order of an epoch's windows, and the position at which its first window starts."""
         known = self._epochs.get(epoch)

@@ -12,8 +12,8 @@ from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDa
 from megatron_blackmamba.data.stream import TokenStream
 from megatron_blackmamba.data.synthetic import HELD_OUT_SAMPLES, SyntheticDataset
 from megatron_blackmamba.formats.mixture import Mixture, check_together, content_fingerprint
-from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import Shard
+from megatron_blackmamba.formats.source_schedule import Schedule
 from megatron_blackmamba.settings import DataConfig
 
 RECORD_VERSION = 1

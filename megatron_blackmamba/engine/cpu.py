@@ -87,21 +87,11 @@ def streams() -> None:
 
 
 LITERAL_MODULES = (
-    "distributed.param_and_grad_buffer",
-    "dist_checkpointing.exchange_utils",
-    "dist_checkpointing.strategies.state_dict_saver",
-    "models.hybrid.hybrid_block",
-    "optimizer.clip_grads",
-    "optimizer.grad_scaler",
-    "optimizer.optimizer",
-    "pipeline_parallel.schedules",
-    "rerun_state_machine",
-    "ssm.mamba_block",
-    "tensor_parallel.data",
-    "transformer.moe.moe_utils",
-    "transformer.moe.token_dispatcher",
-    "transformer.utils",
-    "utils",
+    *("distributed.param_and_grad_buffer", "models.hybrid.hybrid_block", "pipeline_parallel.schedules"),
+    *("dist_checkpointing.exchange_utils", "dist_checkpointing.strategies.state_dict_saver"),
+    *("optimizer.clip_grads", "optimizer.grad_scaler", "optimizer.optimizer"),
+    *("rerun_state_machine", "ssm.mamba_block", "tensor_parallel.data"),
+    *("transformer.moe.moe_utils", "transformer.moe.token_dispatcher", "transformer.utils", "utils"),
 )
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like")
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from megatron_blackmamba.engine.changes import CHANGES
+from megatron_blackmamba.version import installed
 
 
 class ForeignNameError(ValueError):
@@ -115,7 +115,7 @@ def refuse_missing() -> None:
     for foreign in touched():
         if foreign.needed and (gone := missing(foreign)):
             raise ForeignNameError(
-                f"{foreign.package} {version_of(foreign.package)} has no {', '.join(gone)} ({foreign.module}), which"
+                f"{foreign.package} {installed(foreign.package)} has no {', '.join(gone)} ({foreign.module}), which"
                 f" this version needs ({foreign.why}). Install a tried version: `blackmamba doctor` names them"
             )
 
@@ -123,20 +123,12 @@ def refuse_missing() -> None:
 @cache
 def missing(foreign: Foreign) -> tuple[str, ...]:
     """Return the names that an installed package lacks; a package that is not installed lacks none."""
-    if version_of(foreign.package) is None:
+    if installed(foreign.package) is None:
         return ()
     text = source_of(foreign.module)
     return tuple(
         name for name in foreign.names if not (re.search(rf"\b{name}\b", text) or is_compiled(foreign.module, name))
     )
-
-
-@cache
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def source_of(module: str) -> str:

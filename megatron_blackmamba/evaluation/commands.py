@@ -11,6 +11,7 @@ from megatron_blackmamba.evaluation.evaluate import Options, evaluate
 from megatron_blackmamba.evaluation.table import all_texts, show
 from megatron_blackmamba.formats.evaluations import Evaluation
 
+HOW = ("task_version", "scorer", "precision", "encoding", "max_length", "limit")
 WIDTH = 160
 """Columns where the output goes to a file."""
 
@@ -48,12 +49,7 @@ def summary(found: Evaluation) -> dict:
                 **({"rows": [*map(dict, result.rows)]} if result.rows else {}),
                 "seconds": result.seconds,
                 "data": {"file": result.data_file, "sha256": result.key.data},
-                "task_version": result.key.task_version,
-                "scorer": result.key.scorer,
-                "precision": result.key.precision,
-                "encoding": result.key.encoding,
-                "max_length": result.key.max_length,
-                "limit": result.key.limit,
+                **{name: getattr(result.key, name) for name in HOW},
             }
             for result in found.results
         },

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_blackmamba.evaluation.errors import EvaluationError
-from megatron_blackmamba.evaluation.scoring import Batch, Item, Score, make_item, plan
+from megatron_blackmamba.evaluation.scoring import Batch, Score, make_item, plan
 from megatron_blackmamba.evaluation.workers import Here, Load, Pool, default_processes
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.generator import usable_device
@@ -90,7 +90,7 @@ class ScoredModel:
 
         if self.watcher:
             note(self.watcher.known(batches))
-        left = [batch for batch in batches if any(item.index not in found for item in _items(batch))]
+        left = [b for b in batches if any(item.index not in found for group in b for item in group.items)]
         self.scorer.score_all(left, self.batch_tokens, done)
         return [found[i] for i in range(len(items))]
 
@@ -105,7 +105,3 @@ class ScoredModel:
     def close(self) -> None:
         """Stop the scoring processes."""
         self.scorer.close()
-
-
-def _items(batch: Batch) -> list[Item]:
-    return [item for group in batch for item in group.items]

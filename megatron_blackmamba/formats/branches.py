@@ -57,9 +57,7 @@ def trunks_of(run: RunFolder) -> Iterator[Trunk]:
 def split(spec: str, folder: Path = Path()) -> tuple[str, int | None]:
     """Return the path and the step of RUN or RUN@STEP."""
     path, at, step = spec.rpartition("@")
-    if at and step.isdecimal() and not (folder / spec).exists():
-        return path, int(step)
-    return spec, None
+    return (path, int(step)) if at and step.isdecimal() and not (folder / spec).exists() else (spec, None)
 
 
 def absolute(spec: str, folder: Path = Path()) -> str:

@@ -172,12 +172,6 @@ def _now(folder: Path) -> float:
         return time.time()
 
 
-def headline(result: TaskResult) -> Iterator[tuple[str, float, float]]:
-    """Yield name, value and standard error of each metric of a task."""
-    for name, value in result.metrics.items():
-        yield name, value, result.errors.get(name, math.nan)
-
-
 def _result(content: dict[str, Any]) -> TaskResult:
     known = {each.name for each in fields(TaskResult)}
     given = {name: value for name, value in content.items() if name in known}

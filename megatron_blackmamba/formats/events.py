@@ -39,8 +39,9 @@ class Event:
     says: ClassVar[str] = ""
     """The text, with the fields in braces; a kind with more to say has its own `text`."""
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, remark: bool = False) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
+        cls.remark = cls.remark or remark
         cls.kind = re.sub(r"(?<=.)(?=[A-Z])", "_", cls.__name__).lower()
         if not cls.__name__.startswith("_"):
             KINDS[cls.kind] = cls
@@ -207,8 +208,7 @@ class Failed(Event):
 # Steps
 
 
-class _Judged(Event):
-    remark: ClassVar[bool] = True
+class _Judged(Event, remark=True):
     repeats: ClassVar[bool] = True
 
     reason: str
@@ -254,10 +254,8 @@ class Rewound(Event):
         return f"rewound to step {self.to}" + (f", past samples {ranges(self.passed_over)}" if self.passed_over else "")
 
 
-class NotRewound(Event):
+class NotRewound(Event, remark=True):
     """The guard asks for a rewind, and there is no checkpoint, or rewinding to it did not help."""
-
-    remark: ClassVar[bool] = True
 
     checkpoint: int | None = None
     times: int = 0
@@ -273,10 +271,8 @@ class NotRewound(Event):
         return f"rewound to step {self.checkpoint} {self.times} times (training.guard.max_spikes){end}"
 
 
-class SlowRank(Event):
+class SlowRank(Event, remark=True):
     """A rank stays slower than the others, or waits longer for data."""
-
-    remark: ClassVar[bool] = True
 
     rank: int
     host: str
@@ -297,10 +293,8 @@ class SlowRank(Event):
         return f"rank {self.rank} ({self.host}) is slow: {why}, {over}"
 
 
-class RankRecovered(Event):
+class RankRecovered(Event, remark=True):
     """A slow rank is as fast as the others again."""
-
-    remark: ClassVar[bool] = True
 
     rank: int
     host: str
@@ -327,10 +321,8 @@ class Saved(Event):
     says = "saved step {step}"
 
 
-class NotSaved(Event):
+class NotSaved(Event, remark=True):
     """A checkpoint could not be saved."""
-
-    remark: ClassVar[bool] = True
 
     problem: str
     disk: str = ""
@@ -358,30 +350,24 @@ class Exported(Event):
     says = "exported step {step} in {seconds:.1f} s"
 
 
-class NotExported(Event):
+class NotExported(Event, remark=True):
     """The Hugging Face export of `step` could not be written, or the installed transformers does not load it."""
-
-    remark: ClassVar[bool] = True
 
     problem: str
 
     says = "step {step} has no usable export ({problem}); training goes on"
 
 
-class NotScored(Event):
+class NotScored(Event, remark=True):
     """The checkpoint of `step` could not be scored (evaluation.every)."""
-
-    remark: ClassVar[bool] = True
 
     problem: str
 
     says = "step {step} has no complete scores ({problem}); training goes on"
 
 
-class Damaged(Event):
+class Damaged(Event, remark=True):
     """The checkpoint of `step` is damaged and set aside."""
-
-    remark: ClassVar[bool] = True
 
     folder: str
     problem: str

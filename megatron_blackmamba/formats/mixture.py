@@ -26,7 +26,6 @@ from megatron_blackmamba.formats.document_sample import Sampled, TrainingSamples
 from megatron_blackmamba.formats.find_shards import shards_at
 from megatron_blackmamba.formats.reads import Read
 from megatron_blackmamba.formats.remote import is_remote, local
-from megatron_blackmamba.formats.schedule import Schedule
 from megatron_blackmamba.formats.shards import (
     SUFFIXES,
     RawFile,
@@ -37,6 +36,7 @@ from megatron_blackmamba.formats.shards import (
     shard_names,
     shard_prefix,
 )
+from megatron_blackmamba.formats.source_schedule import Schedule
 from megatron_blackmamba.settings import ConfigError, Section, file_kinds
 from megatron_blackmamba.settings.yaml_files import read_yaml
 
@@ -53,9 +53,7 @@ class MixtureError(ValueError):
 
 def _whole(value: object) -> object:
     """Accept whole numbers written as floats, such as 300e9 and 2.2e9."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _list(value: object) -> object:
@@ -167,25 +165,18 @@ class Mixture(Section):
     def independent(self) -> "Mixture":
         """Return the same mixture with an absolute root and without variables, for a file in any folder."""
         root = self._root if is_remote(self._root) else os.path.abspath(self._root)
-        sources = [
-            source.model_copy(
-                update={
-                    key: [_fill_in(pattern, source.name) for pattern in getattr(source, key)]
-                    for key in ("shards", "validation")
-                }
-            )
-            for source in self.sources
-        ]
+        sources = self._with_paths(lambda source, pattern: _fill_in(pattern, source.name))
         return self.model_copy(update={"root": root, "sources": sources})
 
     def with_absolute_paths(self) -> list[Source]:
         """Return the sources with paths that hold in any mixture file."""
+        return self._with_paths(self._path)
+
+    def _with_paths(self, path: Callable[[Source, str], str]) -> list[Source]:
+        """Return the sources with other paths of their shards."""
         return [
             source.model_copy(
-                update={
-                    key: [self._path(source, pattern) for pattern in getattr(source, key)]
-                    for key in ("shards", "validation")
-                }
+                update={key: [path(source, each) for each in getattr(source, key)] for key in ("shards", "validation")}
             )
             for source in self.sources
         ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
-from megatron_blackmamba.formats.schedule import epochs_of, most_samples
+from megatron_blackmamba.formats.source_schedule import epochs_of, most_samples
 from megatron_blackmamba.settings import Section
 
 

@@ -49,15 +49,12 @@ def _fetch(url: str) -> Path:
         wanted = {".bin": manifest.bin_sha256, ".idx": manifest.idx_sha256}
         known = ShardManifest.read(manifest_path) if manifest_path.exists() else None
         same = known is not None and (known.bin_sha256, known.idx_sha256) == tuple(wanted.values())
-        same = same and _is_whole(prefix)
-        if not same:
+        if not same or not _is_whole(prefix):
             manifest_path.unlink(missing_ok=True)
-        for suffix, sha256 in wanted.items():
-            path = beside(prefix, suffix)
-            if same:
-                continue
-            path.unlink(missing_ok=True)
-            _download(url + suffix, path, sha256)
+            for suffix, sha256 in wanted.items():
+                path = beside(prefix, suffix)
+                path.unlink(missing_ok=True)
+                _download(url + suffix, path, sha256)
         fresh.replace(manifest_path)
     return prefix
 

@@ -245,25 +245,12 @@ def idx_bytes(sequences: int, documents: int) -> int:
     return _HEADER.size + sequences * (4 + 8) + (documents + 1) * 8
 
 
-@dataclass(frozen=True)
-class _IdxHead:
-    """The header of an .idx file."""
-
-    dtype: np.dtype
-    sequences: int
-    documents: int
-
-
 def read_idx(path: str | os.PathLike[str]) -> Idx:
     """Read an .idx file, after checking that its header and its size agree."""
     with _open_idx(Path(path)) as file:
-        head = _read_idx_head(file)
-        return Idx(
-            dtype=head.dtype,
-            sequence_lengths=_read_array(file, np.dtype(np.int32), head.sequences),
-            pointers=_read_array(file, np.dtype(np.int64), head.sequences),
-            document_indices=_read_array(file, np.dtype(np.int64), head.documents + 1),
-        )
+        dtype, sequences, documents = _read_idx_head(file)
+        wanted = ((np.int32, sequences), (np.int64, sequences), (np.int64, documents + 1))
+        return Idx(dtype, *(_read_array(file, np.dtype(each), length) for each, length in wanted))
 
 
 def _open_idx(path: Path) -> BinaryIO:
@@ -273,7 +260,8 @@ def _open_idx(path: Path) -> BinaryIO:
         raise ShardError(f"{path}: no such index") from None
 
 
-def _read_idx_head(file: BinaryIO) -> _IdxHead:
+def _read_idx_head(file: BinaryIO) -> tuple[np.dtype, int, int]:
+    """Return the type of the tokens, and how many sequences and documents there are."""
     header, size = file.read(_HEADER.size), os.fstat(file.fileno()).st_size
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise ShardError(f"{file.name}: not a Megatron index (it must begin with {_MAGIC!r})")
@@ -288,7 +276,7 @@ def _read_idx_head(file: BinaryIO) -> _IdxHead:
             f"{file.name}: {size} bytes, but its header announces {sequences} sequences and {document_entries - 1} "
             f"documents, which take {expected}: the file is damaged or incomplete"
         )
-    return _IdxHead(np.dtype(_DTYPE_OF_CODE[code]), sequences, document_entries - 1)
+    return np.dtype(_DTYPE_OF_CODE[code]), sequences, document_entries - 1
 
 
 def _read_array(file: BinaryIO, dtype: np.dtype, length: int) -> np.ndarray:
@@ -368,7 +356,7 @@ class Shard:
                 "the file was truncated or replaced; `blackmamba data tokenize` makes it again"
             )
         with _open_idx(shard.idx_path) as file:
-            documents = _read_idx_head(file).documents
+            _, _, documents = _read_idx_head(file)
         if documents != shard.manifest.documents:
             raise ShardError(
                 f"{shard.idx_path}: {documents} documents, its manifest says {shard.manifest.documents}: "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 from transformers import PretrainedConfig
@@ -11,6 +11,16 @@ from transformers.utils import logging
 
 TRIED = ("4.50.3", "5.24.0")
 """The oldest and the newest version of transformers with which these files were tried."""
+CHOICES = {
+    "delta_variant": ("gdn", "kda", "gdn2"),
+    "arrangement": ("sequential", "parallel"),
+    "activation": ("silu", "gelu", "relu2"),
+    "router_scores": ("sigmoid", "softmax"),
+    "kernels": ("auto", "torch"),
+}
+
+POSITIVE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_softcap")
+"""Fields that are above 0, or None."""
 
 
 def compare_versions(here: str) -> None:
@@ -169,92 +179,36 @@ class BlackMambaConfig(PretrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
+        general = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+        passed_on = {name: given.pop(name) for name in general}
+        for name, value in given.items():
+            setattr(self, name, value)
         if mamba_moe_layers is None:
             mamba_moe_layers = ["r" if i % 2 == 0 else "8" for i in range(num_layers)]
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_layers = num_layers
-        self.state_size = state_size
-        self.conv_dimension = conv_dimension
-        self.expansion_factor = expansion_factor
-        self.dt_rank = math.ceil(hidden_size / 16) if dt_rank is None else dt_rank
         self.mamba_moe_layers = [str(kind) for kind in mamba_moe_layers]
-        self.ffn_hidden_size = ffn_hidden_size
-        self.max_sequence_length = max_sequence_length
-        self.activation = activation
-        self.eod_reset = eod_reset
-        self.norm_eps = norm_eps
-        self.final_norm = final_norm
-        self.arrangement = arrangement
-        self.num_attention_heads = num_attention_heads
+        self.dt_rank = math.ceil(hidden_size / 16) if dt_rank is None else dt_rank
         self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.rope_theta = rope_theta
-        self.mlp_hidden_size = mlp_hidden_size
-        self.mamba2_head_dim = mamba2_head_dim
-        self.mamba2_state_size = mamba2_state_size
-        self.mamba2_groups = mamba2_groups
-        self.mamba3_head_dim = mamba3_head_dim
-        self.mamba3_state_size = mamba3_state_size
-        self.mamba3_groups = mamba3_groups
-        self.mamba3_rope_fraction = mamba3_rope_fraction
-        self.mamba3_rank = mamba3_rank
-        self.mamba3_a_floor = mamba3_a_floor
-        self.mamba3_output_norm = mamba3_output_norm
-        self.delta_variant = delta_variant
+        for kind, heads, size in (("delta", delta_heads, delta_head_dim), ("mamba2", mamba2_heads, mamba2_head_dim)):
+            if heads is None and kind in self.mamba_moe_layers and self.inner_size % size:
+                raise ValueError(
+                    f"expansion_factor * hidden_size = {self.inner_size} is not divisible by {kind}_head_dim = {size}"
+                )
         self.delta_heads = self.inner_size // delta_head_dim if delta_heads is None else delta_heads
-        if delta_heads is None and "delta" in self.mamba_moe_layers and self.inner_size % delta_head_dim:
-            raise ValueError(
-                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
-                f"delta_head_dim = {delta_head_dim}"
-            )
         self.delta_key_heads = self.delta_heads if delta_key_heads is None else delta_key_heads
-        self.delta_key_dim = delta_key_dim
-        self.delta_head_dim = delta_head_dim
-        self.delta_decay_rank = delta_decay_rank
         if delta_variant != "gdn" and delta_decay_rank is None:
             self.delta_decay_rank = delta_key_dim
-        self.delta_negative_eigenvalues = delta_negative_eigenvalues
-        self.num_experts_per_tok = num_experts_per_tok
-        self.router_scores = router_scores
-        self.router_normalized = router_normalized
-        self.router_biased = router_biased
-        self.router_bias_on_logits = router_bias_on_logits
-        self.router_kind = router_kind
-        self.router_options = router_options
-        self.balance_in_training = balance_in_training
-        self.shared_expert_hidden_size = shared_expert_hidden_size
-        self.latent_size = latent_size
-        self.initializer_range = initializer_range
-        self.kernels = kernels
-        self.output_router_choices = output_router_choices
-        self.qk_norm = qk_norm
+        self.mamba2_heads = self.inner_size // mamba2_head_dim if mamba2_heads is None else mamba2_heads
         if head_dim is None and "attention" in self.mamba_moe_layers and hidden_size % num_attention_heads:
             raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}")
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-        self.rotary = rotary
-        if mamba2_heads is None and "mamba2" in self.mamba_moe_layers and self.inner_size % mamba2_head_dim:
-            raise ValueError(
-                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
-                f"mamba2_head_dim = {mamba2_head_dim}"
-            )
-        self.mamba2_heads = self.inner_size // mamba2_head_dim if mamba2_heads is None else mamba2_heads
-        self.mamba2_time_step_min = mamba2_time_step_min
-        self.gated = gated
-        self.router_scale = router_scale
-        self.router_bias = router_bias
-        self.residual_scaling = residual_scaling
-        self.attention_across_documents = attention_across_documents
-        self.mamba_norms = mamba_norms
-        self.logit_softcap = logit_softcap
-        self.embedding_multiplier = embedding_multiplier
-        self.residual_multiplier = residual_multiplier
-        self.attention_multiplier = attention_multiplier
-        self.logits_scaling = logits_scaling
-        self.use_cache = use_cache
-        general: dict[str, Any] = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-        general |= {"pad_token_id": pad_token_id, "tie_word_embeddings": tie_word_embeddings}
-        super().__init__(**general, **kwargs)
+        super().__init__(**passed_on, **kwargs)
         self.check()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a field."""
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -280,29 +234,21 @@ class BlackMambaConfig(PretrainedConfig):
             raise ValueError(
                 f"delta_heads {self.delta_heads} is not divisible by delta_key_heads {self.delta_key_heads}"
             )
-        if self.delta_variant not in ("gdn", "kda", "gdn2"):
-            raise ValueError(f'delta_variant must be "gdn", "kda" or "gdn2", not {self.delta_variant!r}')
         heads_of_group = self.mamba3_head_dim * self.mamba3_groups
         if "mamba3" in self.mamba_moe_layers and self.inner_size % heads_of_group:
             raise ValueError(
                 f"expansion_factor * hidden_size = {self.inner_size} is not divisible by "
                 f"mamba3_head_dim * mamba3_groups = {heads_of_group}"
             )
-        if self.arrangement not in ("sequential", "parallel"):
-            raise ValueError(f'arrangement must be "sequential" or "parallel", not {self.arrangement!r}')
-        if self.activation not in ("silu", "gelu", "relu2"):
-            raise ValueError(f'activation must be "silu", "gelu" or "relu2", not {self.activation!r}')
-        if self.router_scores not in ("sigmoid", "softmax"):
-            raise ValueError(f'router_scores must be "sigmoid" or "softmax", not {self.router_scores!r}')
+        for name, choices in CHOICES.items():
+            *first, last = (f'"{choice}"' for choice in choices)
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be {', '.join(first)} or {last}, not {getattr(self, name)!r}")
         if self.balance_in_training and self.router_kind != "sinkhorn":
             raise ValueError(f"balance_in_training needs a model trained with Sinkhorn, not {self.router_kind!r}")
-        if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
-        for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        for name in POSITIVE:
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if self.kernels not in ("auto", "torch"):
-            raise ValueError(f'kernels must be "auto" or "torch", not {self.kernels!r}')
 
     @property
     def inner_size(self) -> int:

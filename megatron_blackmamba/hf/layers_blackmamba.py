@@ -39,13 +39,15 @@ except ImportError:  # transformers 4.50
             return super().__call__(*args)
 
 
-class FinalNorm(nn.LayerNorm):
+class WideLayerNorm(nn.LayerNorm):
+    """LayerNorm in at least fp32, as the residual stream is."""
+
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = widen(self.weight), widen(self.bias)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": FinalNorm, "rms": RMSNorm}
+FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": WideLayerNorm, "rms": RMSNorm}
 """By config.final_norm."""
 
 
@@ -209,6 +211,10 @@ class Attention(nn.Module):
         return (part.flatten(1, 2) for part in of_groups.split((each, 1, 1), dim=2))
 
 
+MIXERS: dict[str, Callable[..., nn.Module]] = {"r": MambaMixer, "mamba2": Mamba2Mixer, "mamba3": Mamba3Mixer}
+MIXERS |= {"delta": DeltaMixer, "attention": Attention}
+
+
 class MLP(nn.Module):
     def __init__(self, config: Any, hidden: int, size: int):
         super().__init__()
@@ -295,16 +301,8 @@ class Layer(GradientCheckpointingLayer):
         self.norm = None if shares else RMSNorm(config.hidden_size, config.norm_eps)
         scales, D = config.residual_scaling, config.hidden_size
         self.stream, self.output = (Affine(D) if scales else nn.Identity() for _ in range(2))
-        if self.kind == "r":
-            self.mixer = MambaMixer(config, index)
-        elif self.kind == "mamba2":
-            self.mixer = Mamba2Mixer(config, index)
-        elif self.kind == "mamba3":
-            self.mixer = Mamba3Mixer(config, index)
-        elif self.kind == "delta":
-            self.mixer = DeltaMixer(config, index)
-        elif self.kind == "attention":
-            self.mixer = Attention(config, index)
+        if self.kind in MIXERS:
+            self.mixer = MIXERS[self.kind](config, index)
         elif self.kind == "mlp":
             self.mixer = MLP(config, config.mlp_hidden_size, config.hidden_size)
         else:

@@ -203,18 +203,13 @@ class MambaMixer(Recurrent):
             parts = tuple(getattr(self, name)(part) for name, part in zip(self.norms, parts, strict=True))
         dt_BLR, B_BLN, C_BLN = parts
         delta_BLI, bias_I = self.dt_proj(dt_BLR)
-        scan = _fast_scan if may_run(self.fast) else selective_scan
-        y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, z, bias_I, state, reset_BL)
+        scan: Callable[..., Any] = selective_scan
+        if may_run(self.fast):
+            scan, delta_BLI = partial(fast_scan, return_final_state=True), delta_BLI.to(x.dtype)
+        more = {"z_BLI": z, "delta_bias_I": bias_I, "initial_state_BIN": state, "reset_BL": reset_BL}
+        y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, **more)
         self.remember(cache, window, state)
         return self.out_proj(y.to(u_BLD.dtype))
-
-
-def _fast_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor, *state_reset: Any
-) -> Any:
-    state, reset = state_reset
-    options = {"z_BLI": z, "delta_bias_I": bias, "initial_state_BIN": state, "reset_BL": reset}
-    return fast_scan(u, delta.to(u.dtype), A, B, C, D, **options, return_final_state=True)
 
 
 class Mamba2Mixer(Recurrent):
@@ -250,24 +245,11 @@ class Mamba2Mixer(Recurrent):
         if self.b_layernorm is not None and self.c_layernorm is not None:
             B, C = self.b_layernorm(B), self.c_layernorm(C)
         x, B, C = x.unflatten(-1, (heads, -1)), B.unflatten(-1, (groups, -1)), C.unflatten(-1, (groups, -1))
-        scan = _fast_ssd if may_run(self.fast) else ssd
-        y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, self.dt_bias, state, reset_BL)
+        scan: Callable[..., Any] = partial(fast_ssd, return_final_state=True) if may_run(self.fast) else ssd
+        more = {"dt_bias_H": self.dt_bias, "initial_state_BHPN": state, "reset_BL": reset_BL}
+        y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, **more)
         self.remember(cache, window, state)
         return self.out_proj(self.norm(y.flatten(2), z).to(u_BLD.dtype))
-
-
-def _fast_ssd(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor, state: Any, reset: Any
-) -> Any:
-    options = {"dt_bias_H": bias, "initial_state_BHPN": state, "reset_BL": reset}
-    return fast_ssd(x, dt, A, B, C, D, **options, return_final_state=True)
-
-
-class HeadNorm(RMSNorm):
-    """The norm over the last axis: of B or C, or of a head's output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (normalized(x, self.eps) * widen(self.weight)).to(x.dtype)
 
 
 class Mamba3Mixer(Recurrent):
@@ -295,7 +277,7 @@ class Mamba3Mixer(Recurrent):
         for name in ("mimo_x", "mimo_z", "mimo_o"):
             factors = nn.Parameter(torch.ones(H, R, P, dtype=torch.float32)) if R > 1 else None
             self.register_parameter(name, factors)
-        self.B_norm, self.C_norm = HeadNorm(N, config.norm_eps), HeadNorm(N, config.norm_eps)
+        self.B_norm, self.C_norm = (GroupNorm(N, 1, config.norm_eps) for _ in range(2))
         self.norm = GroupNorm(I, H, config.norm_eps) if config.mamba3_output_norm else None
         self.out_proj = linear(I, D, self.fast)
 
@@ -373,7 +355,7 @@ class DeltaMixer(Recurrent):
         self.decay_proj = linear(R, decays, self.fast) if by_channel else None
         self.dt_bias = nn.Parameter(torch.zeros(decays, dtype=torch.float32))
         self.A_log = nn.Parameter(torch.zeros(H, dtype=torch.float32))
-        self.norm = HeadNorm(V, config.norm_eps)
+        self.norm = GroupNorm(V, 1, config.norm_eps)
         self.out_proj = linear(H * V, D, self.fast)
 
     def exact(self) -> tuple[nn.Parameter, ...]:

@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from megatron_blackmamba.inference.generator import Generator, load
     from megatron_blackmamba.inference.sampling import Sampling
 
-__all__ = ["Decoder", "Generator", "Sampling", "State", "load"]
 _HOMES = {
     "Decoder": "decoder",
     "State": "decoder",

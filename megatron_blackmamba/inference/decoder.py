@@ -238,7 +238,7 @@ class Decoder:
     def normed(self, stream_TD: Tensor) -> Tensor:
         """Apply the last norm."""
         own = self.final_norm_settings
-        return self.final_norm.apply(stream_TD, self.weights.final_norm_D, self.config.norm_eps, *own)
+        return self.final_norm.apply(stream_TD, self.weights.final_norm_parameters, self.config.norm_eps, *own)
 
     @torch.inference_mode()
     def logits(self, hidden_TD: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Weights:
     """The norm before each layer; None where it is that of the layer before."""
     scalings_4D: tuple[tuple[Tensor, ...], ...]
     """With model.residual_scaling, those of each layer in the order of `SCALINGS`."""
-    final_norm_D: tuple[Tensor, ...]
+    final_norm_parameters: tuple[Tensor, ...]
     """The parameters of the last norm, as its kind lists them."""
     extra: "ExtraDepth | None" = None
     """The extra depth of a checkpoint with model.mtp."""
@@ -58,13 +58,17 @@ class Weights:
         layers = (tensor for layer in self.layers for tensor in tensors_of(layer))
         norms_D = (norm_D for norm_D in self.norms_D if norm_D is not None)
         scalings_D = (each for of_layer in self.scalings_4D for each in of_layer)
-        every = (self.embedding_VD, self.head_VD, *layers, *norms_D, *scalings_D, *self.final_norm_D)
+        every = (self.embedding_VD, self.head_VD, *layers, *norms_D, *scalings_D, *self.final_norm_parameters)
         return tuple(tensor.data_ptr() for tensor in every)
 
     @property
     def bytes_a_token(self) -> int:
         """Return what one step at batch 1 reads: everything but the experts that were not chosen."""
-        vectors = (*self.final_norm_D, *self.norms_D, *(each for of_layer in self.scalings_4D for each in of_layer))
+        vectors = (
+            *self.final_norm_parameters,
+            *self.norms_D,
+            *(each for of_layer in self.scalings_4D for each in of_layer),
+        )
         ends = self.head_VD.nbytes + sum(vector.nbytes for vector in vectors if vector is not None)
         how = decodings(self.config)
         return ends + sum(one.bytes_a_token(layer, self.config) for one, layer in zip(how, self.layers, strict=True))

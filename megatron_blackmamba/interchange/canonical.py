@@ -6,6 +6,7 @@ A writer requests one tensor after another, so no conversion needs more memory t
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,42 +134,42 @@ def in_memory(
 
 def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
     """Return the same model in another precision; parameters of the recurrence stay in fp32."""
-
     kept = kept_in_fp32(model.config)
-
-    def converted(name: str, entry: Entry) -> Entry:
-        to = torch.float32 if name.endswith(kept) else dtype
-        return entry if entry.dtype == to else Entry(entry.shape, to, lambda: entry.load().to(to))
-
-    return replace(model, entries={name: converted(name, entry) for name, entry in model.entries.items()})
+    types = {name: torch.float32 if name.endswith(kept) else dtype for name in model.entries}
+    return replace(model, entries={name: converted(entry, types[name]) for name, entry in model.entries.items()})
 
 
 def finite(model: Canonical) -> Canonical:
     """Return the same model; reading a tensor that contains NaN or infinity raises an error with its name."""
 
-    def checked(name: str, entry: Entry) -> Entry:
-        def load() -> Tensor:
-            tensor = entry.load()
-            bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-            if bad:
-                raise InterchangeError(
-                    f"{model.source}: {name} holds NaN or infinity ({bad:,} of {tensor.numel():,} values): training "
-                    "had diverged, or the file is damaged. Use an earlier checkpoint"
-                )
-            return tensor
+    def read(name: str, entry: Entry) -> Tensor:
+        tensor = entry.load()
+        bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+        if bad:
+            raise InterchangeError(
+                f"{model.source}: {name} holds NaN or infinity ({bad:,} of {tensor.numel():,} values): training "
+                "had diverged, or the file is damaged. Use an earlier checkpoint"
+            )
+        return tensor
 
-        return Entry(entry.shape, entry.dtype, load)
+    return _read_by(read, model)
 
-    return replace(model, entries={name: checked(name, entry) for name, entry in model.entries.items()})
+
+def _read_by(read: Callable[[str, Entry], Tensor], model: Canonical) -> Canonical:
+    """Return the same model, whose tensors a function reads by their names."""
+    entries = {name: replace(entry, load=partial(read, name, entry)) for name, entry in model.entries.items()}
+    return replace(model, entries=entries)
+
+
+def converted(entry: Entry, dtype: torch.dtype) -> Entry:
+    """Return the same tensor in another precision."""
+    return entry if entry.dtype == dtype else Entry(entry.shape, dtype, lambda: entry.load().to(dtype))
 
 
 def narrowed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Return float64 tensors as fp32, the precision in which the model computes, and all others unchanged."""
-
-    def narrow(entry: Entry) -> Entry:
-        return Entry(entry.shape, torch.float32, lambda: entry.load().float())
-
-    return {name: narrow(entry) if entry.dtype == torch.float64 else entry for name, entry in entries.items()}
+    wide = torch.float64
+    return {name: converted(entry, torch.float32) if entry.dtype == wide else entry for name, entry in entries.items()}
 
 
 def kept_in_fp32(config: ModelConfig) -> tuple[str, ...]:
@@ -179,15 +180,12 @@ def kept_in_fp32(config: ModelConfig) -> tuple[str, ...]:
 def watched(model: Canonical, loaded: Callable[[int], None]) -> Canonical:
     """Return the same model, which calls `loaded` with the bytes of each tensor after reading it."""
 
-    def watching(entry: Entry) -> Entry:
-        def load() -> Tensor:
-            tensor = entry.load()
-            loaded(entry.bytes)
-            return tensor
+    def read(_: str, entry: Entry) -> Tensor:
+        tensor = entry.load()
+        loaded(entry.bytes)
+        return tensor
 
-        return Entry(entry.shape, entry.dtype, load)
-
-    return replace(model, entries={name: watching(entry) for name, entry in model.entries.items()})
+    return _read_by(read, model)
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -27,14 +27,8 @@ from megatron_blackmamba.layers.attention import kind as attention
 from megatron_blackmamba.layers.delta import kind as delta
 from megatron_blackmamba.layers.mamba2 import kind as mamba2
 
-MODELING_FILES = (
-    "cache_blackmamba.py",
-    "configuration_blackmamba.py",
-    "functions_blackmamba.py",
-    "layers_blackmamba.py",
-    "recurrent_blackmamba.py",
-    "modeling_blackmamba.py",
-)
+_PARTS = ("cache", "configuration", "functions", "layers", "recurrent", "modeling")
+MODELING_FILES = tuple(f"{part}_blackmamba.py" for part in _PARTS)
 AUTO_MAP = {
     "AutoConfig": "configuration_blackmamba.BlackMambaConfig",
     "AutoModel": "modeling_blackmamba.BlackMambaModel",

@@ -130,13 +130,10 @@ def _before_ties(one: Observation, other: Observation) -> Tensor:
     else:
         for router in one.routers:
             tied_BS |= router.margin_BS < TIE
-        other_BS = (one.logits_BSV - other.logits_BSV).abs().amax(dim=-1) > _allowed(one)
+        allowed = CLOSE * max(1.0, float(one.logits_BSV.abs().max()))
+        other_BS = (one.logits_BSV - other.logits_BSV).abs().amax(dim=-1) > allowed
         tied_BS &= other_BS.flip(1).cumsum(dim=1).flip(1) > 0  # it went another way if this token or a later differs
     return tied_BS.cumsum(dim=1) == 0
-
-
-def _allowed(one: Observation) -> float:
-    return CLOSE * max(1.0, float(one.logits_BSV.abs().max()))
 
 
 def _is_best(logits_BSV: Tensor, tokens_BS: Tensor) -> Tensor:

@@ -146,7 +146,3 @@ def require_expressible(config: ModelConfig, source: str) -> None:
     for field, problem in problems.items():
         if problem:
             raise InterchangeError(f"{source}: cannot be expressed in the released format: model.{field} is {problem}")
-
-
-def describe(activation: Activation) -> str:
-    return f"activation: {activation.name} ({activation.reason})"

@@ -69,7 +69,10 @@ def examine_all(thresholds: Thresholds, limit: float, problems: list[str], unfit
         meeting = Meeting(place, limit * JOIN_PART)
     except RuntimeError as error:
         address = "{}:{}".format(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-        print(f"rank {place.rank} on {node} cannot reach rank 0 at {address}: {_line(error)}", file=sys.stderr)
+        print(
+            f"rank {place.rank} on {node} cannot reach rank 0 at {address}: {failure.first_line(error)}",
+            file=sys.stderr,
+        )
         return 1
     chair = Chair(meeting, place, deadline, thresholds, problems, unfit_file) if place.rank == 0 else None
     store = meeting.store
@@ -78,10 +81,10 @@ def examine_all(thresholds: Thresholds, limit: float, problems: list[str], unfit
         return _take_part(place, node, meeting, chair, limit)
     except Exception as error:
         kind = "lost another rank" if failure._is_consequence(error) else "failed"
-        store.set(f"error/{place.rank}", f"{kind}: {_line(error)}")
+        store.set(f"error/{place.rank}", f"{kind}: {failure.first_line(error)}")
         if chair:
             chair.concluded.wait(limit)  # its thread names who failed
-        print(f"rank {place.rank} on {node} {kind}: {_line(error)}", file=sys.stderr, flush=True)
+        print(f"rank {place.rank} on {node} {kind}: {failure.first_line(error)}", file=sys.stderr, flush=True)
         time.sleep(BEAT_S)
         os._exit(1)
 
@@ -283,7 +286,3 @@ def _slurm_nodes(size: int) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         names = []
     return [names[rank * len(names) // size] if names else f"the node of rank {rank}" for rank in range(size)]
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

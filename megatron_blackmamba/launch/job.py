@@ -31,40 +31,18 @@ SHORT_WARNING_S = 60
 
 
 OWN_OPTIONS = {
+    **{name: f"--{name}" for name in ("nodes", "time", "partition", "account")},
+    **{f"gpus{each}": "--gpus-per-node" for each in ("", "-per-node", "-per-task", "-per-socket")},
+    **dict.fromkeys(("ntasks", "ntasks-per-node"), "--gpus-per-node"),
+    **dict.fromkeys(("dependency", "array", "requeue", "no-requeue"), "--chain"),
+    **dict.fromkeys(("output", "open-mode"), "folder=..."),
     "job-name": "name=...",
-    "nodes": "--nodes",
-    "gpus-per-node": "--gpus-per-node",
-    "gpus": "--gpus-per-node",
-    "gpus-per-task": "--gpus-per-node",
-    "gpus-per-socket": "--gpus-per-node",
-    "ntasks": "--gpus-per-node",
-    "ntasks-per-node": "--gpus-per-node",
     "cpus-per-task": "--cpus-per-process",
-    "time": "--time",
     "signal": "--warn",
-    "partition": "--partition",
-    "account": "--account",
-    "dependency": "--chain",
-    "array": "--chain",
-    "requeue": "--chain",
-    "no-requeue": "--chain",
-    "output": "folder=...",
-    "open-mode": "folder=...",
 }
 """Options of sbatch that a job sets itself, and what changes each."""
-SHORT_OPTIONS = {
-    "-J": "job-name",
-    "-N": "nodes",
-    "-G": "gpus",
-    "-n": "ntasks",
-    "-c": "cpus-per-task",
-    "-t": "time",
-    "-p": "partition",
-    "-A": "account",
-    "-a": "array",
-    "-d": "dependency",
-    "-o": "output",
-}
+_LONG = ("job-name", "nodes", "gpus", "ntasks", "cpus-per-task", "time", "partition", "account", "array", "dependency")
+SHORT_OPTIONS = dict(zip("JNGnctpAado", (*_LONG, "output"), strict=True))
 
 
 class LaunchError(ValueError):
@@ -135,7 +113,7 @@ class JobRequest:
         if wrong is not None:
             raise LaunchError(f"sbatch options begin with --, for example --qos=high; {wrong!r} does not")
         for option in self.options:
-            name = SHORT_OPTIONS.get(option[:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
+            name = SHORT_OPTIONS.get(option[1:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
             if name == "gres" and re.search(r"[=\s,]gpu\b", option):
                 raise LaunchError(f"--sbatch={option}: use --gpus-per-node instead, with a type as in h100:8")
             if name in OWN_OPTIONS:
@@ -205,19 +183,10 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         f"--job-name={job_name(run)}",
         f"--nodes={request.nodes}",
         f"--ntasks-per-node={request.tasks_per_node}",
-        request.gpus(request.gpus_per_node),
-        f"--cpus-per-task={request.cpus_per_process}",
-        "--mem=0",
-        "--exclusive",
+        *("--mem=0", "--exclusive", "--requeue", "--dependency=singleton", "--open-mode=append"),
         f"--time={request.time}",
         f"--signal=B:USR1@{request.warning_s}",
-        "--requeue",
-        "--dependency=singleton",
-        "--open-mode=append",
-        f"--output={_literal(run.logs)}/%j.log",
-        f"--partition={request.partition}" if request.partition else "",
-        f"--account={request.account}" if request.account else "",
-        *request.options,
+        *_shared(request, run, request.gpus_per_node, "%j.log"),
     ]
     variables = {
         "CODE": code,
@@ -236,52 +205,57 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         variables |= {"EVALUATE_JOB": config.with_name(EVALUATE_JOB), "KEEP_EVERY": keep_every}
     if wrong := next((text for text in (*wishes, *map(str, variables.values())) if re.search(r"[\n\r\\]", text)), None):
         raise LaunchError(f"{wrong!r}: Slurm allows neither backslashes nor line feeds. Choose other names")
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one run wait for each other.",
-            "# CODE is a copy made at launch; its scripts/slurm/train_job.sh is what the job does. PYTHON is no copy.",
-            *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
-            "",
-            *(["# PYTHON is the interpreter in the image, not the one that launched."] if request.container else []),
-            *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
-            f"CONFIG=({shlex.quote(str(config))})",
-            "",
-            'source "$CODE/scripts/slurm/train_job.sh"',
-            "",
-        ]
-    )
+    said = [
+        f"# Training of {run.root.name}, written by `blackmamba launch`. Jobs of one run wait for each other.",
+        "# CODE is a copy made at launch; its scripts/slurm/train_job.sh is what the job does. PYTHON is no copy.",
+    ]
+    lines = [
+        *(["# PYTHON is the interpreter in the image, not the one that launched."] if request.container else []),
+        *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
+        f"CONFIG=({shlex.quote(str(config))})",
+        "",
+        'source "$CODE/scripts/slurm/train_job.sh"',
+    ]
+    return _script(said, wishes, lines)
 
 
 def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
     """Return the sbatch file that scores the checkpoint given as its argument, on one GPU or on CPUs."""
     wishes = [
         f"--job-name={job_name(run)}-evaluate",
-        "--nodes=1",
-        "--ntasks=1",
-        request.gpus(min(1, request.gpus_per_node)),
-        f"--cpus-per-task={request.cpus_per_process}",
+        *("--nodes=1", "--ntasks=1"),
         f"--time={min(request.time, EVALUATE_TIME, key=time_limit_s)}",
         f"--nice={EVALUATE_NICE}",
-        f"--output={_literal(run.logs)}/evaluate-%j.log",
+        *_shared(request, run, min(1, request.gpus_per_node), "evaluate-%j.log"),
+    ]
+    command = [request.python, "-m", "megatron_blackmamba", "evaluate"]
+    options = ["--data", str(request.evaluate), "--encoding", "separate"]
+    said = [
+        f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. If it did not end in time,",
+        "# sbatch FILE CHECKPOINT continues it.",
+    ]
+    lines = [
+        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        f'exec {shlex.join(command)} "$1" {shlex.join(options)}',
+    ]
+    return _script(said, wishes, lines)
+
+
+def _shared(request: JobRequest, run: RunFolder, gpus: int, log: str) -> list[str]:
+    """Return the options of sbatch that training and evaluation have alike; the user's own come last."""
+    return [
+        request.gpus(gpus),
+        f"--cpus-per-task={request.cpus_per_process}",
+        f"--output={_literal(run.logs)}/{log}",
         f"--partition={request.partition}" if request.partition else "",
         f"--account={request.account}" if request.account else "",
         *request.options,
     ]
-    command = [request.python, "-m", "megatron_blackmamba", "evaluate"]
-    options = ["--data", str(request.evaluate), "--encoding", "separate"]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. If it did not end in time,",
-            "# sbatch FILE CHECKPOINT continues it.",
-            *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
-            "",
-            f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-            f'exec {shlex.join(command)} "$1" {shlex.join(options)}',
-            "",
-        ]
-    )
+
+
+def _script(said: list[str], wishes: list[str], lines: list[str]) -> str:
+    asked = [f"#SBATCH {_quoted(wish)}" for wish in wishes if wish]
+    return "\n".join(["#!/bin/bash", *said, *asked, "", *lines, ""])
 
 
 def job_name(run: RunFolder) -> str:

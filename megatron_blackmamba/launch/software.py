@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata, resources
 
 from megatron_blackmamba.launch.findings import Finding
+from megatron_blackmamba.version import __version__, installed
 
 REQUIRED = ("numpy", "pydantic", "tokenizers", "safetensors", "transformers")
 OPTIONAL = {
@@ -24,8 +25,6 @@ GPU_ONLY = {"triton", "mamba-ssm", "transformer-engine"}
 
 
 def interpreter() -> Iterator[Finding]:
-    from megatron_blackmamba.version import __version__
-
     python = f"{platform.python_version()} at {sys.prefix}, {platform.system()} {platform.machine()}"
     yield Finding("software", "megatron_blackmamba", __version__)
     yield Finding("software", "python", python)
@@ -33,10 +32,10 @@ def interpreter() -> Iterator[Finding]:
 
 def packages(gpus: int) -> Iterator[Finding]:
     for name in REQUIRED:
-        version = _version(name)
+        version = installed(name)
         yield Finding.judge("software", name, version or "missing", version is not None, f"pip install {name}")
     for name, purpose in OPTIONAL.items():
-        version = _version(name)
+        version = installed(name)
         if version:
             yield Finding("software", name, version)
         elif name in GPU_ONLY and not gpus:
@@ -50,7 +49,7 @@ def versions() -> Iterator[Finding]:
     from packaging.version import Version
 
     for package, tried in tried_versions().items():
-        version = _version(package)
+        version = installed(package)
         if version is None:
             continue
         oldest, newest = min(tried, key=Version), max(tried, key=Version)
@@ -77,7 +76,7 @@ def foreign_names() -> Iterator[Finding]:
     from megatron_blackmamba.engine import foreign
 
     for entry, gone in foreign.report():
-        found = f"{entry.package} {foreign.version_of(entry.package)} has no {', '.join(gone)}: {entry.why}"
+        found = f"{entry.package} {installed(entry.package)} has no {', '.join(gone)}: {entry.why}"
         yield Finding("software", "private names", found, "problem" if entry.needed else "note", entry.instead)
 
 
@@ -97,7 +96,7 @@ def imports() -> Iterator[Finding]:
         yield Finding("software", "torch", f"does not import: {error}", "problem", REPAIR)
     else:
         yield Finding("software", "torch", torch.__version__)
-    version = _version("megatron-core")
+    version = installed("megatron-core")
     yield Finding.judge("software", "megatron-core", version or "missing", version is not None, REPAIR)
     for wrong in unmet():
         yield Finding("software", "requirements", wrong, "problem", REPAIR)
@@ -111,7 +110,7 @@ def unmet() -> list[str]:
         needed = [Requirement(line) for line in metadata.requires(PROJECT) or ()]
     except metadata.PackageNotFoundError:  # run from a folder, not installed
         return []
-    found = {need: _version(need.name) for need in needed if not need.marker or need.marker.evaluate({"extra": ""})}
+    found = {need: installed(need.name) for need in needed if not need.marker or need.marker.evaluate({"extra": ""})}
     return [
         f"{need.name} {version} is here, and this project needs {need.specifier}"
         for need, version in found.items()
@@ -136,13 +135,6 @@ def backends() -> Iterator[Finding]:
                 chosen = chosen or name
         if chosen is None:
             yield Finding("backends", op, "no backend works here", "problem", REPAIR)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _with_flags(package: str) -> str:

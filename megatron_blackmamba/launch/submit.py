@@ -62,17 +62,8 @@ class Launch:
     begins: Beginning = field(default_factory=Beginning)
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "run": str(self.run.root),
-            "folder": str(self.folder),
-            "jobs": list(self.jobs),
-            "waits_for": list(self.waits_for),
-            "script": self.script,
-            "limit": self.limit,
-            "missing_data": self.missing_data,
-            "warnings": list(self.warnings),
-            "verdict": self.verdict,
-        }
+        names = ("jobs", "waits_for", "script", "limit", "missing_data", "warnings", "verdict")
+        return {"run": str(self.run.root), "folder": str(self.folder), **{name: getattr(self, name) for name in names}}
 
 
 def prepare(config: RunConfig, request: JobRequest) -> Launch:
@@ -99,7 +90,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     if Path(request.gpu).is_file() and request.gpu.lower() not in gpus.KNOWN:
         request = replace(request, gpu=str(folder / GPU_FILE))
     request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
-    script = _rendered(config, request, run, folder)
+    script = render(request, run, folder / "code", folder / "config.yaml", config.checkpoint.keep_every)
     said = (*request.warnings, *warnings(plan))
     found = verdict(plan) if request.gpus_per_node else ""
     return Launch(run, folder, script, request.limit, plan.missing_data, said, found, begins=begins)
@@ -128,10 +119,6 @@ def _read_by(config: RunConfig) -> list[Path]:
     return paths
 
 
-def _rendered(config: RunConfig, request: JobRequest, run: RunFolder, folder: Path) -> str:
-    return render(request, run, folder / "code", folder / "config.yaml", config.checkpoint.keep_every)
-
-
 def submit(config: RunConfig, request: JobRequest) -> Launch:
     """Write code, config and job into the run folder and hand the job to Slurm, `chain` times."""
     if not shutil.which("sbatch"):
@@ -152,7 +139,7 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
         write_text(launch.folder / EVALUATE_JOB, render_evaluation(request, launch.run, launch.folder / "code"))
     script = launch.folder / "job.sbatch"
     write_text(script, launch.script)
-    before, jobs = _queued(launch.run), list[str]()
+    before, jobs = squeue("--me", f"--name={job_name(launch.run)}", "--format=%A") or (), list[str]()
     try:
         for _ in range(request.chain):
             jobs.append(_sbatch(script))
@@ -161,7 +148,7 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
         if not jobs:
             _take_back(launch)
         raise LaunchError(f"{error}{queued}") from None
-    return replace(launch, jobs=tuple(jobs), waits_for=before)
+    return replace(launch, jobs=tuple(jobs), waits_for=tuple(before))
 
 
 def _take_back(launch: Launch) -> None:
@@ -212,11 +199,6 @@ def interpreter(container: str | None) -> str:
 def job_body() -> Path:
     """Return the script that a job runs, of this checkout or installation; a launch copies it."""
     return home("scripts") / "slurm/train_job.sh"
-
-
-def _queued(run: RunFolder) -> tuple[str, ...]:
-    """Return the jobs of the run that are queued or running, which new ones wait for; empty if Slurm does not say."""
-    return tuple(squeue("--me", f"--name={job_name(run)}", "--format=%A") or ())
 
 
 def _sbatch(script: Path) -> str:

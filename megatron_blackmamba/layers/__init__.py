@@ -19,42 +19,6 @@ from megatron_blackmamba.registry import Cannot, Registry
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
-__all__ = [
-    "SCALINGS",
-    "Cannot",
-    "Cost",
-    "Decoding",
-    "Division",
-    "Inputs",
-    "LayerKind",
-    "Sizes",
-    "Stack",
-    "Weight",
-    "Work",
-    "all_kinds",
-    "around_mixer",
-    "by_columns",
-    "by_rows",
-    "can_cut",
-    "carried",
-    "check_keys",
-    "described",
-    "kind_of",
-    "kinds_in",
-    "layers_of",
-    "mixer_of",
-    "named_layers",
-    "obstacles",
-    "register",
-    "routes",
-    "stacks_of",
-    "unread_keys",
-    "unread_switches",
-    "unregister",
-    "weight_of",
-    "whole",
-]
-
 MTP = "extra_depth"
 """The name of the module of model.mtp. A module named mtp would have to be megatron-core's."""
 SCALINGS = ("stream.scale", "stream.bias", "output.scale", "output.bias")

@@ -62,14 +62,14 @@ class Decoding(ABC):
 
     @abstractmethod
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
-        """Return the weights: a dataclass of tensors, dictionaries of them, or None.
+        """Return the weights: an object whose attributes are tensors, dictionaries of them, or None.
 
         `get(name, dtype)` loads one tensor of the mixer, by default in fp32.
         """
 
-    @abstractmethod
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        """Return the memory of `batch` sequences before their first token; the first axis is the batch."""
+        """Return the memory of `batch` sequences before their first token, if any; the first axis is the batch."""
+        return []
 
     @abstractmethod
     def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:

@@ -34,5 +34,4 @@ class Convolution(Channels):
         convolve: Any = causal_conv1d
         if context is not None:
             convolve = partial(causal_conv1d_part, group=context)
-        y_BSI: Tensor = convolve(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)
-        return y_BSI
+        return convolve(x_BSI, self.weight.squeeze(1), self.bias, reset_BL=reset_BS)

@@ -95,8 +95,7 @@ class _Counted(Router):
         self.log_sums[0] += squares_T.detach().sum()
         self.log_sums[1] += squares_T.numel()
         term = self.z_loss / self.tp_cp_group.size() * squares_T.mean()
-        scaled: Tensor = MoEAuxLossAutoScaler.apply(logits, term)
-        return scaled
+        return MoEAuxLossAutoScaler.apply(logits, term)
 
     def begin_batch(self) -> None:
         """Prepare for the micro-batches of a step, which may be computed again."""

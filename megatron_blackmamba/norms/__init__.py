@@ -6,8 +6,6 @@ A file in this package that defines a NormKind is found by itself; `register` ad
 from megatron_blackmamba.norms.base import PREFIX, NormKind
 from megatron_blackmamba.registry import Registry
 
-__all__ = ["PREFIX", "NormKind", "all_kinds", "kind_of", "register", "unregister"]
-
 _KINDS = Registry(NormKind, "model.final_norm")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of

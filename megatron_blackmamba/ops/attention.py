@@ -62,8 +62,7 @@ def attention(
     if group is None and documents is None:
         grouped = q_BHLC.shape[1] != k_BGLC.shape[1]
         return F.scaled_dot_product_attention(q_BHLC, k_BGLC, v_BGLC, is_causal=True, scale=scale, enable_gqa=grouped)
-    found: Tensor = _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents or _one(q_BHLC, k_BGLC), first, scale)
-    return found
+    return _Blocks.apply(q_BHLC, k_BGLC, v_BGLC, documents or _one(q_BHLC, k_BGLC), first, scale)
 
 
 @torch.no_grad()

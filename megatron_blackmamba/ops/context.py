@@ -78,8 +78,7 @@ def scan_part(
         applied: What a decay does to a state.
     """
     if torch.is_grad_enabled():
-        y: Tensor = _ScanPart.apply(scan, summarise, Chain(group, applied), type(inputs), *inputs)
-        return y
+        return _ScanPart.apply(scan, summarise, Chain(group, applied), type(inputs), *inputs)
     return scan(inputs, Chain(group, applied).start(*summarise(inputs)))[0]
 
 
@@ -127,8 +126,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def from_next(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return `x` of the next part, zeros for the last; the gradient goes back to where it came from."""
-    found: Tensor = _FromNext.apply(x, group)
-    return found
+    return _FromNext.apply(x, group)
 
 
 class _FromNext(torch.autograd.Function):
@@ -155,8 +153,7 @@ def sum_before(x: Tensor, ended_B: Tensor, group: dist.ProcessGroup) -> Tensor:
     onward_GB = torch.ones_like(reached_GB)
     for part in range(group.rank() + 2, group.size()):
         onward_GB[part] = onward_GB[part - 1] * ~ended_GB[part - 1]
-    found: Tensor = _SumBefore.apply(x, reached_GB, onward_GB, group)
-    return found
+    return _SumBefore.apply(x, reached_GB, onward_GB, group)
 
 
 class _SumBefore(torch.autograd.Function):

@@ -47,8 +47,7 @@ def head_loss_and_log_sum(
     softcap: The logits are softcap * tanh(product / softcap).
     """
     inputs = x_TD.contiguous(), weight_VD, labels_T.contiguous()
-    both: tuple[Tensor, Tensor] = _HeadLoss.apply(*inputs, torch.is_grad_enabled(), z_loss, softcap)
-    return both
+    return _HeadLoss.apply(*inputs, torch.is_grad_enabled(), z_loss, softcap)
 
 
 class _HeadLoss(torch.autograd.Function):

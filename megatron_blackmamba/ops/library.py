@@ -74,6 +74,38 @@ def isa() -> str:
     return wanted
 
 
+class Matrix(ctypes.Structure):
+    """struct Matrix of csrc/dots.h. Whoever makes one keeps its tensor alive."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "is_bf16")),
+    )
+
+    @staticmethod
+    def of(weight_OI: Tensor) -> "Matrix":
+        is_bf16 = weight_OI.dtype == torch.bfloat16
+        return Matrix(weight_OI.data_ptr(), *weight_OI.shape, weight_OI.stride(0), is_bf16)
+
+
+TYPES = {
+    "int64": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "pointer": ctypes.c_void_p,
+    "strides": ctypes.c_int64 * 2,
+    "matrix": Matrix,
+}
+
+
+def fields(described: str) -> list[tuple[str, Any]]:
+    """Return the fields of a C structure: `int64 B L; pointer x; strides x` for B, L, x and x_strides."""
+    found = []
+    for part in described.split(";"):
+        kind, *names = part.split()
+        found += [(f"{name}_strides" if kind == "strides" else name, TYPES[kind]) for name in names]
+    return found
+
+
 class Arguments(ctypes.Structure):
     """A C structure that takes tensors: their addresses, and their strides where it has a `_strides` field for them."""
 

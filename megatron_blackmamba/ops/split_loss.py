@@ -20,8 +20,7 @@ def split_cross_entropy(
 
     The gradient of a loss is that of loss + z_loss * log_sum². The second result has no gradient.
     """
-    both: tuple[Tensor, Tensor] = _SplitCrossEntropy.apply(logits_SBV, labels_SB, group, z_loss)
-    return both
+    return _SplitCrossEntropy.apply(logits_SBV, labels_SB, group, z_loss)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -13,18 +13,6 @@ from megatron_blackmamba.registry import Cannot, Registry
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import OptimizerConfig
 
-__all__ = [
-    "Cannot",
-    "OptimizerKind",
-    "all_kinds",
-    "check_keys",
-    "kind_of",
-    "kinds_by_key",
-    "problems",
-]
-__all__ += ["register", "unregister"]
-
-
 _KINDS = Registry(OptimizerKind, "optimizer.kind")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of

@@ -1,13 +1,13 @@
 """The plan for people: tables on a terminal, plain text in a file."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_blackmamba.formats.schedule import repetition
 from megatron_blackmamba.formats.shards import token_dtype
+from megatron_blackmamba.formats.source_schedule import repetition
 from megatron_blackmamba.plan import flops
 from megatron_blackmamba.plan.estimate import Placed, Plan, storage_of
 from megatron_blackmamba.plan.memory import GIB
@@ -94,18 +94,20 @@ def _of_rate(plan: Plan) -> Iterator[str]:
         yield "start.from begins with a new optimizer at the full learning rate: set optimizer.warmup_tokens."
 
 
-def _grid(title: str, *columns: str) -> Table:
-    """Return an empty table whose first column has the title as its header."""
+def _grid(title: str, *columns: str, rows: Iterable[tuple[str, ...]] = ()) -> Table:
+    """Return a table whose first column has the title as its header."""
     table = Table(box=None, pad_edge=False, header_style="")
     for number, column in enumerate([f"[bold]{title}[/bold]", *columns]):
         table.add_column(f"{column}" if number == 0 else f"[dim]{column}[/dim]", justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def _parameters(plan: Plan) -> Table:
-    table = _grid("\nParameters", "\nnumber", "\nshare")
-    for kind, number in plan.parameters.by_kind.items():
-        table.add_row(kind, f"{number:,}", f"{number / plan.parameters.total:.1%}")
+    kinds = plan.parameters.by_kind.items()
+    rows = [(kind, f"{number:,}", f"{number / plan.parameters.total:.1%}") for kind, number in kinds]
+    table = _grid("\nParameters", "\nnumber", "\nshare", rows=rows)
     table.add_row("[bold]total[/bold]", f"[bold]{plan.parameters.total:,}[/bold]", "")
     table.add_row("active for a token", f"{plan.parameters.forward:,}", "")
     return table
@@ -209,11 +211,10 @@ def _count(number: float, unit: str = "") -> str:
 
 
 def _sources(plan: Plan) -> Table:
-    table = _grid("\nData", "\nprobability", "\ntokens", "\nepochs")
-    for source in plan.sources:
-        epochs = f"{source.epochs:.4f}" if source.epochs else "–"
-        table.add_row(source.name, f"{source.probability:.6f}", _count(source.tokens), epochs)
-    return table
+    rows = (
+        (s.name, f"{s.probability:.6f}", _count(s.tokens), f"{s.epochs:.4f}" if s.epochs else "–") for s in plan.sources
+    )
+    return _grid("\nData", "\nprobability", "\ntokens", "\nepochs", rows=rows)
 
 
 def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
@@ -267,40 +268,34 @@ def _memory(placed: Placed) -> Table:
 
 
 def _traffic(placed: Placed) -> Table:
-    table = _grid("\nSent by one GPU in one step", "\nGB", "\nover", "\nranks", "\nms at full speed")
-    for axis, flow in (placed.flows or {}).items():
-        table.add_row(
-            axis.replace("_", " "), f"{flow.gigabytes:.2f}", flow.link, str(flow.ranks), f"{1e3 * flow.seconds:.1f}"
-        )
-    return table
+    rows = (
+        (axis.replace("_", " "), f"{flow.gigabytes:.2f}", flow.link, f"{flow.ranks}", f"{1e3 * flow.seconds:.1f}")
+        for axis, flow in (placed.flows or {}).items()
+    )
+    return _grid("\nSent by one GPU in one step", "\nGB", "\nover", "\nranks", "\nms at full speed", rows=rows)
 
 
 def _parts(placed: Placed) -> Table:
     assert placed.time
-    table = _grid("\nA step at best (calculated; only the exchanges that nothing hides)", "\nms")
-    for name, seconds in placed.time.parts.items():
-        if seconds:
-            table.add_row(name, f"{1e3 * seconds:.1f}")
-    return table
+    rows = ((name, f"{1e3 * seconds:.1f}") for name, seconds in placed.time.parts.items() if seconds)
+    return _grid("\nA step at best (calculated; only the exchanges that nothing hides)", "\nms", rows=rows)
 
 
 def _time(plan: Plan, placed: Placed) -> Table:
     assert placed.goodput
     config, lost, seconds = plan.config, placed.goodput, placed.seconds
     how = "at best, calculated: a run is slower, give its own with --mfu" if placed.mfu_is_calculated else "given"
-    table = _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "")
-    table.add_row("a step", f"{placed.seconds_per_step:.3f} s")
-    table.add_row("tokens a second", f"{config.tokens_per_step / placed.seconds_per_step:,.0f}")
-    table.add_row("the run", duration(seconds))
-    table.add_row("GPU-hours", f"{seconds / 3600 * placed.gpus:,.{0 if seconds > 3600 else 2}f}")
-    table.add_row(
-        f"one failure every (at {lost.failures:g} per node and month)",
-        duration(lost.seconds_between_failures),
-    )
-    table.add_row("lost per failure, with the restart", f"{lost.lost_per_failure / 60:.0f} min")
-    table.add_row("goodput", f"{lost.share:.2%}")
-    table.add_row("the run with failures", duration(seconds / lost.share))
-    return table
+    rows = {
+        "a step": f"{placed.seconds_per_step:.3f} s",
+        "tokens a second": f"{config.tokens_per_step / placed.seconds_per_step:,.0f}",
+        "the run": duration(seconds),
+        "GPU-hours": f"{seconds / 3600 * placed.gpus:,.{0 if seconds > 3600 else 2}f}",
+        f"one failure every (at {lost.failures:g} per node and month)": duration(lost.seconds_between_failures),
+        "lost per failure, with the restart": f"{lost.lost_per_failure / 60:.0f} min",
+        "goodput": f"{lost.share:.2%}",
+        "the run with failures": duration(seconds / lost.share),
+    }
+    return _grid(f"\nTime at {placed.mfu:.1%} MFU ({how})", "", rows=rows.items())
 
 
 def _scaling(title: str, rows: tuple[Row, ...]) -> Table:

@@ -12,8 +12,6 @@ from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin, train
 from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST
 
-__all__ = ["QuickstartError", "quickstart"]
-
 
 def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) -> None:
     """Run every stage that is not done yet, saying what each did and how to do it by hand.

@@ -7,8 +7,6 @@ from megatron_blackmamba.report.history import SAMPLES, ReportError, read_histor
 from megatron_blackmamba.report.page import pictures as pictures_of
 from megatron_blackmamba.report.page import render
 
-__all__ = ["ReportError", "write_report"]
-
 
 def write_report(
     run: Path, *, out: Path | None = None, samples: dict[str, str] | None = None, pictures: Path | None = None

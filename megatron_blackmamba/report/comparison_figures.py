@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,10 @@ class Compared:
         """Return the consumed tokens by step."""
         return self.history.scalars["consumed_tokens"]
 
+    @property
+    def loss(self) -> Series:
+        return self.history.scalars["loss"]
+
     def along(self, axis: str, steps: np.ndarray) -> np.ndarray:
         """Return where steps lie on an axis: step, tokens, flops or hours."""
         if axis == "step":
@@ -83,42 +87,40 @@ class Compared:
         near = self.last_losses(axis, place)
         near = near[np.isfinite(near)]
         if not len(near):
-            return float(np.interp(place, *self._whole_way(axis, lambda run: run.history.scalars["loss"]))), 1
+            return float(np.interp(place, *self._whole_way(axis, "loss"))), 1
         return float(near.mean()), len(near)
 
     def validated_at(self, axis: str, place: float, bits: bool = False) -> bool:
         """Return whether a validation loss, or its bits per byte, was measured at a place on an axis."""
-        where, _ = self._whole_way(axis, _bits if bits else _validation)
+        where, _ = self._whole_way(axis, "bits_per_byte" if bits else "validation")
         return bool(np.isclose(where, place, rtol=1e-9).any())
 
     def validated_near(self, axis: str, place: float, bits: bool = False) -> float:
         """Return a place on an axis, or that of the first or last validation if it is beyond it by less than 1%."""
-        where, _ = self._whole_way(axis, _bits if bits else _validation)
+        where, _ = self._whole_way(axis, "bits_per_byte" if bits else "validation")
         near = float(np.clip(place, where[0], where[-1])) if len(where) else place
         return near if abs(near - place) < NEAR * place else place
 
     def last_losses(self, axis: str, place: float) -> np.ndarray:
         """Return the losses of the last steps up to a place on an axis, over which a training loss is averaged."""
-        where, losses = self._whole_way(axis, lambda run: run.history.scalars["loss"])
+        where, losses = self._whole_way(axis, "loss")
         before = int((where <= place).sum())
         return losses[max(0, before - last_steps(before)) : before]
 
     def validation_at(self, axis: str, place: float, bits: bool = False) -> float:
         """Return the validation loss, or its bits per byte, at a place; interpolated; NaN beyond what was measured."""
-        where, losses = self._whole_way(axis, _bits if bits else _validation)
+        where, losses = self._whole_way(axis, "bits_per_byte" if bits else "validation")
         if not len(where):
             return float("nan")
         return float(np.interp(place, where, losses, left=np.nan, right=np.nan))
 
-    def _whole_way(self, axis: str, series_of: Callable[["Compared"], Series | None]) -> tuple[np.ndarray, np.ndarray]:
+    def _whole_way(self, axis: str, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the places and values of a series from the first step of the first trunk on."""
         trunks = [compared(trunk, (), trunk.validation_loss, trunk.bits_per_byte) for trunk in self.history.trunks]
         runs = [*reversed(trunks), self]
-        found = [(run, series) for run in runs if (series := series_of(run)) is not None]
-        if not found:
-            return np.array([]), np.array([])
+        found = [(run, series) for run in runs if (series := getattr(run, name)) is not None]
         places = [run.along(axis, series.step) for run, series in found]
-        return np.concatenate(places), np.concatenate([series.value for _, series in found])
+        return np.concatenate([[], *places]), np.concatenate([[], *(series.value for _, series in found)])
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,6 @@ def short_names(names: Sequence[str]) -> list[str]:
         while min(map(len, parts)) > 1 and len({each[end] for each in parts}) == 1:
             parts = [each[1:] if end == 0 else each[:-1] for each in parts]
     return ["".join(each).strip("-_") for each in parts]
-
-
-def _validation(run: Compared) -> Series | None:
-    return run.validation
-
-
-def _bits(run: Compared) -> Series | None:
-    return run.bits_per_byte
 
 
 def compared(

@@ -10,7 +10,6 @@ from megatron_blackmamba.evaluation import paper
 from megatron_blackmamba.formats.evaluations import Evaluation
 from megatron_blackmamba.report import interactive
 from megatron_blackmamba.report.charts import Chart
-from megatron_blackmamba.report.style import STYLE
 
 CONTENTS_FROM = 4
 """Sections of a page that gets a list of them."""
@@ -31,7 +30,7 @@ def page(title: str, header: str, sections: Sequence[str], footer: str, axes: Se
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<link rel="icon" href="data:,">'
-        f"<style>{STYLE}</style>{interactive.head()}</head><body><main><header>{header}</header>"
+        f"{interactive.head()}</head><body><main><header>{header}</header>"
         f"{contents}{body}<footer>{footer}</footer></main>{interactive.axes(axes)}{interactive.scripts()}</body></html>\n"
     )
 

@@ -8,22 +8,15 @@ from pathlib import Path
 from typing import Any
 
 VENDOR = Path(__file__).parent / "vendor"
-STYLE = """
-.uplot{font:inherit;width:100%}.u-legend{font-size:.8rem;text-align:left!important;margin:4px 0 0!important}
-.u-legend .u-marker{height:3px!important}.u-legend tr.quiet{display:none}.u-legend.u-inline tr{margin-right:14px}
-.controls{position:sticky;top:0;z-index:2;display:flex;flex-wrap:wrap;gap:4px 16px;padding:6px 0;margin-bottom:8px;
-background:var(--paper);color:var(--soft);font-size:.8rem}
-.controls label{display:flex;align-items:center;gap:4px}.controls select{font:inherit}
-.controls input[type=range]{width:80px}.controls input{margin:0;accent-color:var(--c0)}
-.u-select{background:var(--c0)!important;opacity:.15}
-"""
 
 
 @cache
 def head() -> str:
-    """Return the style sheet, with the library's licence."""
-    licence = (VENDOR / "uPlot.LICENSE").read_text(encoding="utf-8").strip()
-    return f"<style>/*\nuPlot\n{licence}\n*/\n{(VENDOR / 'uPlot.min.css').read_text(encoding='utf-8')}{STYLE}</style>"
+    """Return the style sheets: the library's, with its licence, and the page's."""
+    licence, library, page = (
+        (VENDOR / name).read_text("utf-8") for name in ("uPlot.LICENSE", "uPlot.min.css", "page.css")
+    )
+    return f"<style>/*\nuPlot\n{licence.strip()}\n*/\n{library}{page}</style>"
 
 
 @cache

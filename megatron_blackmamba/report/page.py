@@ -33,6 +33,7 @@ SHOWN_ELSEWHERE = {
     *("experts/*/max_over_mean", "experts/*/share/*"),
 }
 
+ENVIRONMENT = f"megatron-blackmamba {__version__}\nPython {platform.python_version()}\n{platform.platform()}\n"
 BALANCE = (
     "The share of a layer's tokens that each expert gets. Equal shares are best; the vertical lines mark them. The"
     " busiest expert over the mean is 1 in perfect balance, and up to about 1.3 is good. The number of experts is the"
@@ -55,7 +56,7 @@ def render(history: History) -> str:
         _spikes(history),
         _samples(history),
         html.details("Configuration", yaml.safe_dump(history.config, sort_keys=False)),
-        html.details("Environment", _environment()),
+        html.details("Environment", ENVIRONMENT),
     ]
     header = (
         f'<h1>{escape(history.name)}</h1><p class="what">{escape(_what(history))}</p>'
@@ -340,10 +341,6 @@ def _samples(history: History) -> str:
         return ""
     blocks = "".join(f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre>" for prompt, text in history.samples.items())
     return f"<section><h2>Samples</h2><p>The prompt in bold, then what the model wrote.</p>{blocks}</section>"
-
-
-def _environment() -> str:
-    return f"megatron-blackmamba {__version__}\nPython {platform.python_version()}\n{platform.platform()}\n"
 
 
 def _footer(history: History) -> str:

@@ -13,24 +13,6 @@ from megatron_blackmamba.routers.base import LOGITS, Routed, RouterKind, Tokens,
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import RouterConfig
 
-__all__ = [
-    "LOGITS",
-    "Cannot",
-    "Routed",
-    "RouterKind",
-    "Tokens",
-    "Use",
-    "all_kinds",
-    "check_keys",
-    "kind_of",
-    "kinds_by_key",
-    "largest",
-    "problems",
-    "register",
-    "states",
-    "unregister",
-]
-
 _KINDS = Registry(RouterKind, "model.router.kind")  # type: ignore[type-abstract]
 _KINDS.discover(__name__, __path__)
 register, unregister, all_kinds, kind_of = _KINDS.register, _KINDS.unregister, _KINDS.all_kinds, _KINDS.kind_of

@@ -4,10 +4,10 @@ import hashlib
 import os
 import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 
 from megatron_blackmamba.registry import extensions
+from megatron_blackmamba.version import installed
 
 PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = (".py", ".yaml")
@@ -44,7 +44,7 @@ def versions(suffixes: tuple[str, ...] = SOURCES) -> dict[str, str]:
     return {
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "megatron-core": _version("megatron-core"),
+        "megatron-core": installed("megatron-core") or "missing",
         "our code": fingerprint(suffixes),
         **{name: os.environ[name] for name in NUMBERS if name in os.environ},
         **code_of_extensions(suffixes),
@@ -73,13 +73,6 @@ def _code_of(module: str, suffixes: tuple[str, ...]) -> str:
     if Path(file).name == "__init__.py":
         return fingerprint(suffixes, Path(file).parent)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"
 
 
 def _driver() -> str:

@@ -53,7 +53,7 @@ def report_as(rank: int, size: int) -> None:
         try:
             if size > 1 and _is_consequence(error):
                 time.sleep(LET_THE_CAUSE_SPEAK)
-                print(f"rank {rank} of {size} ends: it lost another rank ({_first_line(error)})", file=err)
+                print(f"rank {rank} of {size} ends: it lost another rank ({first_line(error)})", file=err)
             else:
                 text = "".join(traceback.format_exception(kind, error, trace))
                 who = f"rank {rank} of {size} failed:\n" if size > 1 else ""
@@ -80,5 +80,6 @@ def _is_consequence(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
+def first_line(error: BaseException) -> str:
+    """Return what an error says in a line of a log."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

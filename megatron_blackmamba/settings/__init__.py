@@ -21,27 +21,3 @@ from megatron_blackmamba.settings.run import (
     RunConfig,
     SyntheticConfig,
 )
-
-__all__ = [
-    "AttentionConfig",
-    "CheckpointConfig",
-    "ConfigError",
-    "DataConfig",
-    "DeltaConfig",
-    "EvaluationConfig",
-    "GroupConfig",
-    "GroupsConfig",
-    "GuardConfig",
-    "KernelsConfig",
-    "Mamba2Config",
-    "Mamba3Config",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "RampStage",
-    "RouterConfig",
-    "RunConfig",
-    "Section",
-    "SyntheticConfig",
-    "UserPath",
-]

@@ -10,7 +10,7 @@ from megatron_blackmamba.settings.base import Section, UserPath
 from megatron_blackmamba.settings.model import ModelConfig
 from megatron_blackmamba.settings.optimizer import OptimizerConfig
 from megatron_blackmamba.settings.rules import BY_NAME, FIXED, FIXED_IN_RUN, OTHER, OTHER_DATA, ROUNDED, SAME
-from megatron_blackmamba.settings.schedule import Scheduled
+from megatron_blackmamba.settings.run_schedule import Scheduled
 
 LONGEST_NAME = 200
 """Bytes. File systems take 255 for the name of a folder."""

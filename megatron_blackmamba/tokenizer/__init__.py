@@ -339,36 +339,10 @@ def _probe_texts(vocabulary: dict[str, int]) -> list[str]:
     rng = random.Random(0)
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
     pieces = [
-        "  ",
-        "    ",
-        "\n",
-        "\r\n",
-        "\t",
-        " \n",
-        "'ll",
-        "'S",
-        "1",
-        "2026",
-        "e\u0301",
-        "\u00e9",
-        "\u1e9b\u0323",
-        "\u200d",
-        "a",
-        " the",
+        *("  ", "    ", "\n", "\r\n", "\t", " \n", "'ll", "'S", "1", "2026", "e\u0301", "\u00e9", "\u1e9b\u0323"),
+        *("\u200d", "a", " the", "\ufb01", "\u0000", "\u00a0", "\u3000", "\U0001f469\u200d\U0001f680", "\u0e01\u0e33"),
+        *("\uac00", "_", "--", "\u2019", *KNOWN_EOD_TOKENS[:4], "<|padding|>"),
     ]
-    pieces += [
-        "\ufb01",
-        "\u0000",
-        "\u00a0",
-        "\u3000",
-        "\U0001f469\u200d\U0001f680",
-        "\u0e01\u0e33",
-        "\uac00",
-        "_",
-        "--",
-        "\u2019",
-    ]
-    pieces += [*KNOWN_EOD_TOKENS[:4], "<|padding|>"]
     texts = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(400)]
     texts += ["".join(_random_character(rng) for _ in range(rng.randint(1, 40))) for _ in range(200)]
     for start in range(0, len(tokens), 50):  # byte-level vocabularies spell a space as U+0120 and a line feed as U+010A

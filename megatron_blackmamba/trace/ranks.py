@@ -94,12 +94,3 @@ def parse_layout(text: str) -> ParallelConfig:
             raise TraceError(f"--layout {text}: {each!r} is none of {', '.join(f'{axis}N' for axis in AXES)}")
         sizes[AXES[found[1]]] = int(found[2])
     return ParallelConfig.model_validate(sizes)
-
-
-def processes_of(run: Path) -> int:
-    """Return the number of processes of a run's last job."""
-    told = [getattr(each.event, "processes", None) for each in read_events(RunFolder(run).events)]
-    known = [number for number in told if number]
-    if not known:
-        raise TraceError(f"{run}: its events do not say how many processes it had. Add --processes N")
-    return known[-1]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.checkpoint.agreement import found_by_main
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import DataPlan, refuse_changed_data
@@ -24,8 +23,8 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.plan.stages import Beginning
 from megatron_blackmamba.runtime.world import World
 from megatron_blackmamba.training.start.resume import ResumeError, differences, refuse_tokenizer, rule_of, shown
+from megatron_blackmamba.training.step.learning_rates import rate_change
 from megatron_blackmamba.training.step.progress import Progress
-from megatron_blackmamba.training.step.schedule import rate_change
 
 
 @dataclass(frozen=True)
@@ -104,16 +103,9 @@ def pinned(config: RunConfig, world: World) -> RunConfig:
     """Return the config with the checkpoint that rank 0 finds for start.branch: RUN may go on and save another one."""
     if config.start.branch is None or not _begins(config):
         return config
-    found: list[str | Exception | None] = [None]
-    if world.is_main:
-        try:
-            found[0] = branches.place_of(*checkpoint_at(config.start.branch))
-        except ValueError as error:
-            found[0] = error
-    dist.broadcast_object_list(found, src=0)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return config.model_copy(update={"start": config.start.model_copy(update={"branch": found[0]})})
+    spec = config.start.branch
+    found = found_by_main(world, lambda: branches.place_of(*checkpoint_at(spec)))
+    return config.model_copy(update={"start": config.start.model_copy(update={"branch": found})})
 
 
 def find_branch(config: RunConfig) -> Branch | None:

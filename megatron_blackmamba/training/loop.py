@@ -36,10 +36,10 @@ from megatron_blackmamba.training.record.journal import Journal
 from megatron_blackmamba.training.start import headline, kernels, resume
 from megatron_blackmamba.training.start.alike import refuse_unlike_data, refuse_unlike_starts
 from megatron_blackmamba.training.step.feed import micro_batches, open_plan, unused_rows
+from megatron_blackmamba.training.step.learning_rates import Schedule, rate_change
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.progress import Progress
 from megatron_blackmamba.training.step.rerun import Attempt, run_again
-from megatron_blackmamba.training.step.schedule import Schedule, rate_change
 from megatron_blackmamba.training.step.step import Step, Update
 from megatron_blackmamba.training.step.validation import bytes_per_token, validate
 from megatron_blackmamba.training.watch.guard import Action, Cause, Verdict

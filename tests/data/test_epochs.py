@@ -8,8 +8,8 @@ from megatron_blackmamba.data.datasets import DataError, EpochDataset, HeldOutDa
 from megatron_blackmamba.data.stream import TokenStream
 from megatron_blackmamba.data_tools.mixture import MixturePlan, SourcePlan
 from megatron_blackmamba.formats.mixture import MixtureError
-from megatron_blackmamba.formats.schedule import epochs_of, most_samples
 from megatron_blackmamba.formats.shards import Shard, ShardError
+from megatron_blackmamba.formats.source_schedule import epochs_of, most_samples
 from tests.data.corpus import write_shard
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset

@@ -142,7 +142,7 @@ def test_lz4_is_read_where_its_package_is_installed(tmp_path):
         ("lzma", lzma.compress(b"one"), "a Python that was built with it, or pipe: `xz -dc"),
     ],
 )
-def test_without_its_module_a_format_says_what_to_do(tmp_path, monkeypatch, module, content, said):
+def test_missing_module_of_format_says_what_to_do(tmp_path, monkeypatch, module, content, said):
     """Python itself may lack bz2 and lzma, where it was built without their headers."""
     monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "a").write_bytes(content)

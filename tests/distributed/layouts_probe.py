@@ -21,8 +21,8 @@ from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.step.feed import micro_batches
+from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
-from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Batch, Step
 from tests.runtime.ranks import fork_ranks, import_once
 

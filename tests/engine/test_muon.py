@@ -8,8 +8,8 @@ from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.engine import muon as engine
 from megatron_blackmamba.ops import orthogonal as ops
 from megatron_blackmamba.runtime import world
+from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
-from megatron_blackmamba.training.step.schedule import Schedule
 
 RATE, MOMENTUM, DECAY, BETAS, EPS = 0.01, 0.8, 0.1, (0.7, 0.9), 1e-6
 RUN = [

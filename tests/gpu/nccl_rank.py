@@ -20,8 +20,8 @@ from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.runtime.watchdog import Watchdog
 from megatron_blackmamba.training.step.feed import micro_batches
+from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
-from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Step
 from megatron_blackmamba.training.watch.ranks import Ranks
 from megatron_blackmamba.training.watch.replicas import Replicas

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from contextlib import contextmanager
-from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -121,7 +121,8 @@ def test_captured_step_equals_step_without_host_wait(decoder, batch):
     expected = chosen(decoder, layer, x_BD, choice_B.tolist())
     torch.testing.assert_close(gathered(decoder, layer, x_BD, choice_B), expected)
 
-    elsewhere = replace(layer, fc1_EGD=layer.fc1_EGD.to("meta"), fc2_EDF=layer.fc2_EDF.to("meta"))
+    meta = {name: vars(layer)[name].to("meta") for name in ("fc1_EGD", "fc2_EDF")}
+    elsewhere = SimpleNamespace(**{**vars(layer), **meta})
     gathered(decoder, elsewhere, x_BD.to("meta"), choice_B.to("meta"))  # which has no values to tell
 
 
@@ -195,7 +196,7 @@ def test_read_norms_only_the_last_row(decoder):
     """And gives the same logits bit for bit as the norm of all rows."""
     tokens_BL, weights = torch.tensor([TOKENS * 20, TOKENS[::-1] * 20]), decoder.weights
     stream_BLD = decoder.stream(decoder.start(2), tokens_BL)
-    normed_BLD = decoder.final_norm.apply(stream_BLD, weights.final_norm_D, decoder.config.norm_eps)
+    normed_BLD = decoder.final_norm.apply(stream_BLD, weights.final_norm_parameters, decoder.config.norm_eps)
     shapes, kind = [], decoder.final_norm
 
     class Watched:

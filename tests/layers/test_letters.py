@@ -27,10 +27,6 @@ ALLOWED = {
     ("report/charts.py", "M"): "a million",
     ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
     ("ops/backends.py", "attention"): "a row of the table of kernels",
-    ("ops/decoding/cpp.py", "E"): "an axis of a C++ argument",
-    ("ops/decoding/cpp.py", "G"): "an axis of a C++ argument",
-    ("ops/decoding/cpp.py", "R"): "an axis of a C++ argument",
-    ("ops/sinkhorn/cpp.py", "E"): "an axis of a C++ argument",
     ("ops/sinkhorn/triton.py", "E"): "an axis of a kernel's argument",
     ("ops/selective_scan/triton_forward.py", "S"): "an axis of a kernel's argument",
     ("ops/decoding/triton.py", "E"): "an axis of a kernel's argument",
@@ -50,7 +46,6 @@ ALLOWED = {
     ("data_tools/cleaning_commands.py", "-"): "standard input",
     ("inference/commands.py", "-"): "standard input",
     ("launch/job.py", "-"): "the start of an option",
-    ("launch/job.py", "-G"): "an option of sbatch",
     ("training/metrics/base.py", "*"): "a wildcard in a metric's name",
 }
 """Constants that mean something else, with what they mean."""

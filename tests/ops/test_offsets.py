@@ -51,10 +51,10 @@ def far_results(operation, backend):
     if operation == "scan":
         from megatron_blackmamba.ops.selective_scan import cpp
 
-        module, inputs = cpp, scan_inputs
+        module, inputs, function = cpp, scan_inputs, cpp.scan
         if backend == "triton":
-            from megatron_blackmamba.ops.selective_scan import triton as module
-        function = module.scan
+            from megatron_blackmamba.ops.selective_scan import gpu as module
+            from megatron_blackmamba.ops.selective_scan.triton import scan as function
     elif operation == "ssd":
         from megatron_blackmamba.ops.ssd import triton as module
 

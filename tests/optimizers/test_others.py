@@ -5,8 +5,8 @@ import torch
 
 from megatron_blackmamba import model
 from megatron_blackmamba.config import load
+from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
-from megatron_blackmamba.training.step.schedule import Schedule
 from tests.engine.test_muon import DECAY, MOMENTUM, RATE, RUN, place, short
 from tests.thorough import thorough
 

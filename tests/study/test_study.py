@@ -85,7 +85,7 @@ def test_each_variant_uses_its_best_learning_rate(tmp_path):
     assert (softmax.config.model.router.kind, softmax.config.optimizer.learning_rate) == ("softmax", 8e-3)
 
 
-def test_a_study_without_tuning_takes_the_rate_of_its_base(tmp_path):
+def test_without_tuning_the_base_names_the_rate(tmp_path):
     smoke = yaml.safe_load((config_folder() / "studies/smoke.yaml").read_text())
     del smoke["tuning"], smoke["ablations"]
     smoke["set"]["optimizer.learning_rate"] = 0.003

@@ -7,8 +7,8 @@ from megatron_blackmamba.checkpoint import Checkpoints
 from megatron_blackmamba.config import load
 from megatron_blackmamba.engine.muon import Muon
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
-from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Step
 
 SMALL = [

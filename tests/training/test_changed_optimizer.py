@@ -32,7 +32,7 @@ ELSEWHERE = {
     "matrices": "tests/engine/test_muon.py",
     "qk_clip": "test_muon.py",
 } | dict.fromkeys(
-    ("warmup_tokens", "decay_fraction", "decay_tokens", "decay_shape"), "test_branches.py and test_schedule.py"
+    ("warmup_tokens", "decay_fraction", "decay_tokens", "decay_shape"), "test_branches.py and test_learning_rates.py"
 )
 """Keys that other tests change."""
 AFTER = 3

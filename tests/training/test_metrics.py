@@ -8,7 +8,7 @@ import pytest
 
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.config import load
-from megatron_blackmamba.formats.schedule import Schedule
+from megatron_blackmamba.formats.source_schedule import Schedule
 from megatron_blackmamba.formats.step_records import StepRecord, metrics_so_far, read_metrics
 from megatron_blackmamba.report import write_report
 from megatron_blackmamba.training.metrics import (

@@ -7,8 +7,8 @@ import torch
 
 from megatron_blackmamba import model
 from megatron_blackmamba.config import ConfigError, load
+from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
-from megatron_blackmamba.training.step.schedule import Schedule
 from megatron_blackmamba.training.step.step import Step
 from tests.model.conftest import place
 from tests.reference.muon import PlainMuon

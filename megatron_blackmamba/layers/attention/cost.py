@@ -1,15 +1,9 @@
 """What a layer of attention costs, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba.costs import FP32, Sizes, Work, kept_by_norms
 from megatron_blackmamba.layers.attention.kind import head_dim, key_value_rows, kv_heads, query_rows
 from megatron_blackmamba.layers.cost import Cost
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 
 class AttentionCost(Cost):

@@ -4,7 +4,7 @@ Shapes: B batch, L new tokens, S all tokens so far, D model, H heads, G key-valu
 Q = (H + 2G) C.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,16 +16,6 @@ from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
 from megatron_blackmamba.ops.attention import attention, attention_after, documents_of
 from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.settings import ModelConfig
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The weights of one layer. For each group of heads the rows of qkv are its queries, one key and one value."""
-
-    linear_qkv: Tensor
-    linear_proj: Tensor
-    norms_2C: Tensor
-    """Of queries and keys; empty without model.attention.qk_norm."""
 
 
 class AttentionDecoding(Decoding):
@@ -43,10 +33,11 @@ class AttentionDecoding(Decoding):
     def of(cls, model: ModelConfig) -> "AttentionDecoding":
         return cls(model.attention.across_documents)
 
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> AttentionLayer:
-        norms = [get(name) for name in QK_NORMS] if model.attention.qk_norm else []
-        norms_2C = torch.stack(norms) if norms else torch.empty(0, device=device)
-        return AttentionLayer(get("linear_qkv.weight", dtype), get("linear_proj.weight", dtype), norms_2C)
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights. For each group of heads the rows of qkv are its queries, one key and one value."""
+        norms_2C = torch.stack([get(name) for name in QK_NORMS]) if model.attention.qk_norm else None
+        linears = {name: get(f"{name}.weight", dtype) for name in ("linear_qkv", "linear_proj")}
+        return SimpleNamespace(**linears, norms_2C=norms_2C)
 
     def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
         shape = (batch, kv_heads(model), 0, head_dim(model))
@@ -57,11 +48,11 @@ class AttentionDecoding(Decoding):
         if not self.across:
             memory[2] = memory[2] | ~going_on_B[:, None]
 
-    def step(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         qkv_B1Q = run.times(x_BD, layer.linear_qkv)[:, None]
         return run.times(_attend(run.config, layer, memory, qkv_B1Q, None, None)[:, 0].float(), layer.linear_proj)
 
-    def read(self, run: Runner, layer: AttentionLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+    def read(self, run: Runner, layer: Any, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         reset_BL = None if self.across else inputs.reset_BL
         y_BLD = _attend(run.config, layer, memory, product(x_BLD, layer.linear_qkv), inputs.keep_BL1, reset_BL)
         return product(y_BLD, layer.linear_proj)
@@ -69,7 +60,7 @@ class AttentionDecoding(Decoding):
 
 def _attend(
     model: ModelConfig,
-    layer: AttentionLayer,
+    layer: Any,
     memory: list[Tensor],
     qkv_BLQ: Tensor,
     keep_BL1: Tensor | None,

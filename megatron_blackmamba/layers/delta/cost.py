@@ -1,15 +1,9 @@
 """The cost of a layer of the delta rule, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba.costs import FP32, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, rank, sizes
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 OUTSIDE = (16, 44)
 """Passes of PyTorch's operations over keys and values around the kernels, forward and backward, as rehearsed."""

@@ -3,100 +3,65 @@
 Shapes: B batch, L length, D model, H heads, K key channels of a head, V value channels, Q channels of the convolution.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
-from megatron_blackmamba.layers.delta.arithmetic import Map, mixed
+from megatron_blackmamba.layers.decoding import Inputs, Runner
+from megatron_blackmamba.layers.delta.arithmetic import mixed
 from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, sizes
-from megatron_blackmamba.layers.recurrent import convolved, normed
-from megatron_blackmamba.layers.rows import Weight
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
+from megatron_blackmamba.layers.recurrent import ProjectedDecoding, convolved, normed
 from megatron_blackmamba.ops.delta import delta, delta_step
-from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class DeltaLayer:
-    """The weights of one layer; the parameters of the recurrence are in fp32."""
-
-    in_proj: Tensor
-    conv_weight_QK: Tensor
-    dt_bias: Tensor
-    A_log_H: Tensor
-    norm_V: Tensor
-    out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class ChannelwiseDeltaLayer(DeltaLayer):
-    """The weights of one layer with a decay for each key channel."""
-
-    decay_proj: Tensor
-
-
-class DeltaDecoding(Decoding):
+class DeltaDecoding(ProjectedDecoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the state `[B, H, K, V]`, both fp32."""
 
-    def __init__(self, rows: Weight) -> None:
-        self.rows = rows
+    rows_of = staticmethod(in_proj)
 
-    @classmethod
-    def of(cls, model: ModelConfig) -> "DeltaDecoding":
-        return cls(in_proj(model))
-
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> DeltaLayer:
-        weights = {
-            "in_proj": get("in_proj.weight", dtype),
-            "conv_weight_QK": get("conv1d.weight")[:, 0].contiguous(),
-            "dt_bias": get("dt_bias"),
-            "A_log_H": get("A_log"),
-            "norm_V": get("norm.weight"),
-            "out_proj": get("out_proj.weight", dtype),
-        }
-        if not by_channel(model):
-            return DeltaLayer(**weights)
-        return ChannelwiseDeltaLayer(**weights, decay_proj=get("decay_proj.weight", dtype))
-
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        H, _, K, V = sizes(model)
-        shapes = ((model.conv_kernel - 1, self.rows.count("q k v")), (H, K, V))
-        return [torch.zeros(batch, *shape, dtype=torch.float32, device=device) for shape in shapes]
-
-    def step(self, run: Runner, layer: DeltaLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
-        window_BWQ, state_BHKV = memory
-
-        def convolve(x_BQ: Tensor) -> Tensor:
-            return causal_conv1d_step(window_BWQ, x_BQ, layer.conv_weight_QK, None)
-
-        y = self._mixed(
-            run, layer, run.times(x_BD, layer.in_proj), convolve, partial(delta_step, state_BHKV), run.times
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; the parameters of the recurrence are in fp32."""
+        return SimpleNamespace(
+            in_proj=get("in_proj.weight", dtype),
+            conv_weight_QK=get("conv1d.weight")[:, 0].contiguous(),
+            decay_proj=get("decay_proj.weight", dtype) if by_channel(model) else None,
+            dt_bias=get("dt_bias"),
+            A_log_H=get("A_log"),
+            norm_V=get("norm.weight"),
+            out_proj=get("out_proj.weight", dtype),
         )
-        return run.times(y, layer.out_proj)
 
-    def read(self, run: Runner, layer: DeltaLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        H, _, K, V = sizes(model)
+        return (model.conv_kernel - 1, self.rows.count("q k v")), (H, K, V)
+
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         window_BWQ, state_BHKV = memory
 
-        def convolve(x_BLQ: Tensor) -> Tensor:
-            return convolved(x_BLQ, layer.conv_weight_QK, None, window_BWQ, inputs)
+        def decays(decay: Tensor) -> Tensor:
+            times = run.times if inputs is None else F.linear
+            return decay if layer.decay_proj is None else times(decay, layer.decay_proj)
 
         def scan(*tokens: Tensor) -> Tensor:
+            if inputs is None:
+                return delta_step(state_BHKV, *tokens)
             y_BLHV, last_BHKV = delta(*tokens, initial_state_BHKV=state_BHKV, reset_BL=inputs.reset_BL)
             state_BHKV.copy_(last_BHKV)
             return y_BLHV
 
-        return product(self._mixed(run, layer, product(x_BLD, layer.in_proj), convolve, scan, F.linear), layer.out_proj)
-
-    def _mixed(self, run: Runner, layer: DeltaLayer, projected: Tensor, convolve: Map, scan: Any, times: Any) -> Tensor:
-        def decays(decay: Tensor) -> Tensor:
-            return times(decay, layer.decay_proj) if isinstance(layer, ChannelwiseDeltaLayer) else decay
-
-        norm = partial(normed, weight=layer.norm_V, eps=run.config.norm_eps)
-        how = (layer.dt_bias, layer.A_log_H, convolve, decays, scan, norm)
-        return mixed(projected, self.rows, run.config, *how)
+        return mixed(
+            projected,
+            self.rows,
+            run.config,
+            layer.dt_bias,
+            layer.A_log_H,
+            lambda qkv: convolved(qkv, layer.conv_weight_QK, None, window_BWQ, inputs),
+            decays,
+            scan,
+            partial(normed, weight=layer.norm_V, eps=run.config.norm_eps),
+        )

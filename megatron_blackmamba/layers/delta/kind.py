@@ -12,35 +12,26 @@ Shapes: D model, H heads, G key heads, K key channels of a head, V value channel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_blackmamba.layers.base import Division, LayerKind
-from megatron_blackmamba.layers.recurrent import initial_dt_bias
+from megatron_blackmamba.layers.recurrent import RecurrentKind
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron_blackmamba.settings import ModelConfig
 
-A_RANGE = (1.0, 16.0)
-"""Initial decay rates, as in Mamba-2."""
-_FIELDS = ("variant", "heads", "key_heads", "key_dim", "head_dim", "decay_rank", "negative_eigenvalues")
 
-
-class Delta(LayerKind):
+class Delta(RecurrentKind, LayerKind):
     letter, name = "G", "delta rule"
     keys = ("delta", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor")
     mixer = "megatron_blackmamba.layers.delta.mixer:DeltaMixer"
     cost = "megatron_blackmamba.layers.delta.cost:DeltaCost"
     decode = "megatron_blackmamba.layers.delta.decode:DeltaDecoding"
-    writes_to_residual = ("out_proj.weight",)
     by_adam = ("decay_proj.weight",)
     kept_in_fp32 = ("A_log", "dt_bias")
     part, entry = "delta", "delta"
-    cut = None
+    exports = ("variant", "heads", "key_heads", "key_dim", "head_dim", "decay_rank", "negative_eigenvalues")
 
     def problems(self, model: ModelConfig) -> list[str]:
         delta = model.delta
@@ -77,23 +68,6 @@ class Delta(LayerKind):
             "norm.weight": whole(channels=V),
             "out_proj.weight": by_columns(H * V, out=model.hidden_size),
         }
-
-    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
-        import torch
-
-        if name == "A_log":
-            return torch.empty(shape).uniform_(*A_RANGE, generator=random).log()
-        if name == "dt_bias":
-            return initial_dt_bias(shape, model, random)
-        if name == "conv1d.weight":
-            return (torch.rand(shape, generator=random) * 2 - 1) * model.conv_kernel**-0.5
-        return None
-
-    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        return {f"delta_{field}": getattr(model.delta, field) for field in _FIELDS}
-
-    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {"delta": {field: content[name] for field in _FIELDS if (name := f"delta_{field}") in content}}
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int, int]:

@@ -18,15 +18,13 @@ from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, rank, siz
 from megatron_blackmamba.model.channels import Channels, Convolution
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import SharedNorm
 from megatron_blackmamba.model.sharding import empty, without_decay
-from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.delta import delta, delta_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.module import MegatronModule
 
 
 class Decays(Channels):
@@ -36,17 +34,15 @@ class Decays(Channels):
         return F.linear(decay_BSR, self.weight)
 
 
-class DeltaMixer(MegatronModule):
+class DeltaMixer(RecurrentMixer):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
-        super().__init__(config)
         model = config.described
-        self.tp_group = pg_collection.tp
-        self.context = several(pg_collection.cp)
-        ranks, whole = self.tp_group.size(), in_proj(model)
+        whole = in_proj(model)
+        super().__init__(config, pg_collection, whole.shape[0])
+        ranks = self.tp_group.size()
         self.rows, self.backend = whole.share(ranks), config.kernels.delta
         H, _, K, V = sizes(model)
         decays = (H * K if by_channel(model) else H) // ranks
-        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         filters = empty(self.rows.count("q k v"), 1, model.conv_kernel, dtype=config.params_dtype)
         self.conv1d = Convolution(filters, None)
         self.decay_proj = None
@@ -55,12 +51,11 @@ class DeltaMixer(MegatronModule):
         self.dt_bias = without_decay(empty(decays, dtype=config.full_precision))
         self.A_log = without_decay(empty(H // ranks, dtype=config.full_precision))
         self.norm = SharedNorm(V, config, self.tp_group)
-        self.out_proj = row(H * V, model.hidden_size, config, self.tp_group)
+        self.make_out_proj(H * V)
 
-    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        projected_SB, _ = self.in_proj(hidden_SBD)
-        y_BSI = mixed(
-            projected_SB.transpose(0, 1),
+    def between(self, projected_BSX: Tensor, inputs: LayerInputs) -> Tensor:
+        return mixed(
+            projected_BSX,
             self.rows,
             self.config.described,
             self.dt_bias,
@@ -70,16 +65,13 @@ class DeltaMixer(MegatronModule):
             partial(self._scan, inputs.reset_BS),
             self.norm,
         )
-        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
-        return out_SBD
 
     def _decays(self, decay: Tensor) -> Tensor:
         if self.decay_proj is None:
             return decay
         if self.tp_group.size() > 1:
             decay = all_gather_last_dim_from_tensor_parallel_region(decay, group=self.tp_group)
-        found: Tensor = self.decay_proj(decay)
-        return found
+        return self.decay_proj(decay)
 
     def _scan(self, reset_BS: Tensor | None, *inputs: Tensor) -> Tensor:
         if self.context is None:

@@ -1,17 +1,11 @@
 """The cost of a layer of experts, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba import routers
 from megatron_blackmamba.costs import FP32, INT64, SMALL_KERNELS, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.experts.kind import computed, sizes
 from megatron_blackmamba.layers.mlp import kind as mlp
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 
 class ExpertsCost(Cost):

@@ -4,7 +4,8 @@ Shapes: B batch, L length, T = B * L tokens, K experts of a token, P = T * K tok
 W width of an expert's input and output, F its hidden size, G = 2F gate and up; without a gate, G = F.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,28 +22,17 @@ from megatron_blackmamba.ops.order import order_of
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class ExpertsLayer:
-    """The weights of one layer; None if it has none. D of the experts may be W."""
-
-    router: dict[str, Tensor]
-    """What the router learned, by name in its module, in fp32; empty if it learns nothing."""
-    state: dict[str, Tensor]
-    """What it keeps beside that, `[E]` each."""
-    fc1_EGD: Tensor
-    fc2_EDF: Tensor
-    shared_fc1_GD: Tensor | None
-    shared_fc2_DF: Tensor | None
-    latent_down_WD: Tensor | None
-    latent_up_DW: Tensor | None
-
-
 class ExpertsDecoding(Decoding):
     """No memory: each token finds its experts by itself, as its router kind says."""
 
     routes = True
 
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> ExpertsLayer:
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; None if the layer has none, and D of the experts may be W.
+
+        router: What the router learned, by name in its module, in fp32; empty if it learns nothing.
+        state: What it keeps beside that, `[E]` each.
+        """
         _, E, W, F = sizes(model)
         fc1_EGD, fc2_EDF = (
             torch.empty(E, *weight.shape, dtype=dtype, device=device) for weight in mlp.weights(model, F, W).values()
@@ -56,7 +46,7 @@ class ExpertsDecoding(Decoding):
             choices = kind.choices(model)
             router["bias"] = get("router.bias") if model.router.bias else torch.zeros(choices, device=device)
         shared, latent = bool(model.shared_expert_hidden_size), bool(model.latent_size)
-        return ExpertsLayer(
+        return SimpleNamespace(
             router=router,
             state={name: get(f"router.{name}") for name in kind.state},
             fc1_EGD=fc1_EGD,
@@ -67,23 +57,20 @@ class ExpertsDecoding(Decoding):
             latent_up_DW=get("latent_up.weight", dtype) if latent else None,
         )
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        return []
-
-    def choice(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
+    def choice(self, layer: Any, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> Tensor:
         before = inputs.carried_TR
         chosen_TK = self.route(layer, x_TD, inputs, model).chosen
         inputs.carried_TR = before  # for `step` or `read`, which routes again
         return chosen_TK
 
-    def route(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
+    def route(self, layer: Any, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
         """Return the weights and the experts of each token, `[T, K]`; leave in `inputs` what the next router reads."""
         kind = routers.kind_of(model.router.kind)
         logits_TE, inputs.carried_TR = kind.logits(x_TD, layer.router, inputs.carried_TR, model)
         choice_TK = self.choose(kind, logits_TE, routers.Tokens(model, inputs.ids.flatten(), layer.state))
         return routers.Routed(model.experts, choice_TK, kind.use(model).weights(logits_TE, choice_TK), x_TD)
 
-    def computed(self, layer: ExpertsLayer, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
+    def computed(self, layer: Any, x_TD: Tensor, inputs: Inputs, model: ModelConfig) -> routers.Routed:
         """Return `route`, with weight 0 of the first expert for a choice that skips."""
         routed = self.route(layer, x_TD, inputs, model)
         if not model.router.skip:
@@ -96,7 +83,7 @@ class ExpertsDecoding(Decoding):
         """Return the experts that each token finds by itself, `[T, K]`."""
         return routers.largest(kind.selecting(logits_TE, at), at.model.top_k)
 
-    def compiled(self, layer: ExpertsLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
+    def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         use = use_of(model)
         if not is_simple(model) or use.scores != "sigmoid" or use.normalized or use.scale != 1:
             return None
@@ -107,11 +94,11 @@ class ExpertsDecoding(Decoding):
             bias_on_scores=use.biased and not use.bias_on_logits,
         )  # fmt: skip
 
-    def bytes_a_token(self, layer: ExpertsLayer, model: ModelConfig) -> int:
+    def bytes_a_token(self, layer: Any, model: ModelConfig) -> int:
         experts = layer.fc1_EGD.nbytes + layer.fc2_EDF.nbytes
         return super().bytes_a_token(layer, model) - experts + experts // model.experts * model.top_k
 
-    def step(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         routed = self.computed(layer, x_BD, inputs, run.config)
         x_BW = x_BD
         if layer.latent_down_WD is not None:
@@ -129,7 +116,7 @@ class ExpertsDecoding(Decoding):
             return y_BD
         return y_BD + run.times(run.activated(run.times(x_BD, layer.shared_fc1_GD)), layer.shared_fc2_DF)
 
-    def read(self, run: Runner, layer: ExpertsLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+    def read(self, run: Runner, layer: Any, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         routed = self.computed(layer, x_TD.float(), inputs, run.config)
         x_TW = x_TD
@@ -144,7 +131,7 @@ class ExpertsDecoding(Decoding):
         return y_TD.view_as(x_BLD)
 
 
-def gathered(run: Runner, layer: ExpertsLayer, x_BW: Tensor, choice_B: Tensor) -> Tensor:
+def gathered(run: Runner, layer: Any, x_BW: Tensor, choice_B: Tensor) -> Tensor:
     """Compute the same as `chosen` without reading the choice on the host: a captured step must not wait."""
     E = len(layer.fc1_EGD)
     x = x_BW.to(layer.fc1_EGD.dtype)
@@ -156,7 +143,7 @@ def gathered(run: Runner, layer: ExpertsLayer, x_BW: Tensor, choice_B: Tensor) -
     return y[:, 0] if len(x) < E else y[choice_B, torch.arange(len(x), device=x.device)]
 
 
-def chosen(run: Runner, layer: ExpertsLayer, x_BW: Tensor, choice_B: list[int]) -> Tensor:
+def chosen(run: Runner, layer: Any, x_BW: Tensor, choice_B: list[int]) -> Tensor:
     """Return the output of each row's expert; no other expert's weights are read."""
     experts = sorted(set(choice_B))
     if len(experts) == 1:
@@ -168,11 +155,11 @@ def chosen(run: Runner, layer: ExpertsLayer, x_BW: Tensor, choice_B: list[int]) 
     return y_BW
 
 
-def _expert(run: Runner, layer: ExpertsLayer, x_BW: Tensor, expert: int) -> Tensor:
+def _expert(run: Runner, layer: Any, x_BW: Tensor, expert: int) -> Tensor:
     return run.times(run.activated(run.times(x_BW, layer.fc1_EGD[expert])), layer.fc2_EDF[expert])
 
 
-def _grouped(run: Runner, layer: ExpertsLayer, x_TW: Tensor, routed: routers.Routed) -> Tensor:
+def _grouped(run: Runner, layer: Any, x_TW: Tensor, routed: routers.Routed) -> Tensor:
     """Return the weighted sum of each token's experts, `[T, W]`, computed as in training."""
     (T, K), E = routed.chosen.shape, len(layer.fc1_EGD)
     order_P, place_P, pairs_E = order_of(routed.chosen.flatten(), E)

@@ -43,8 +43,7 @@ class Order:
         return self._gather(x, self.K, sort=False)
 
     def _gather(self, x: Tensor, K: int, sort: bool) -> Tensor:
-        y: Tensor = _Gather.apply(x, self.order_P, self.place_P, K, sort)
-        return y
+        return _Gather.apply(x, self.order_P, self.place_P, K, sort)
 
 
 class SortedAllToAll(AllToAll):

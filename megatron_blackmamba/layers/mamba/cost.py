@@ -1,16 +1,10 @@
 """What a layer of Mamba-1 costs, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work, kept_by_norms
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.mamba.kind import sizes
 from megatron_blackmamba.layers.recurrent import NORMS
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 
 class MambaCost(Cost):

@@ -5,11 +5,10 @@ Shapes: B batch, L length, D model, I inner, N state, R rank of dt, K convolutio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_blackmamba.layers.base import Division, LayerKind
-from megatron_blackmamba.layers.recurrent import NORMS, initial_dt_bias
+from megatron_blackmamba.layers.recurrent import NORMS, RecurrentKind, initial_dt_bias
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
@@ -19,19 +18,17 @@ if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
 
 
-class Mamba(LayerKind):
+class Mamba(RecurrentKind, LayerKind):
     letter, name = "M", "Mamba"
     keys = (
         *("state_size", "dt_rank", "expand", "conv_kernel", "mamba_norms"),
         *("init.dt_min", "init.dt_max", "init.dt_floor"),
     )
-    cut = None
     widens = True
     mixer = "megatron_blackmamba.layers.mamba.mixer:MambaMixer"
     cost = "megatron_blackmamba.layers.mamba.cost:MambaCost"
     decode = "megatron_blackmamba.layers.mamba.decode:MambaDecoding"
     by_adam = ("x_proj.weight", "dt_proj.weight")
-    writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_proj.bias")
     released = True
     part, entry = "mamba", "r"
@@ -58,22 +55,13 @@ class Mamba(LayerKind):
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 
-        if name == "D":
-            return torch.ones(shape)
         if name == "A_log":
             return torch.log(torch.arange(1, shape[1] + 1, dtype=torch.float32)).expand(shape)
         if name == "dt_proj.bias":
             return initial_dt_bias(shape, model, random)
-        fans = {"dt_proj": model.dt_rank_or_default, "conv1d": model.conv_kernel}
-        if fan := fans.get(name.partition(".")[0]):
-            return (torch.rand(shape, generator=random) * 2 - 1) * fan**-0.5
-        return None
-
-    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        return {"mamba_norms": model.mamba_norms}
-
-    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {"mamba_norms": content.get("mamba_norms", False)}
+        if name == "dt_proj.weight":
+            return (torch.rand(shape, generator=random) * 2 - 1) * model.dt_rank_or_default**-0.5
+        return super().initial(name, shape, model, random)
 
 
 def x_proj(model: ModelConfig) -> Weight:

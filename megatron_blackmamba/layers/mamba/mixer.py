@@ -28,18 +28,17 @@ from megatron_blackmamba.layers.recurrent import NORMS
 from megatron_blackmamba.model.channels import Channels
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.linears import row
+from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import RMSNorm
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
-from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.selective_scan import selective_scan
 from megatron_blackmamba.ops.selective_scan.part import selective_scan_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.module import MegatronModule
 
 
 class ConvolutionOfRows(Channels):
@@ -64,17 +63,13 @@ class DeltaProjection(Channels):
         return F.linear(dt_SBR, self.weight), self.bias
 
 
-class MambaMixer(MegatronModule):
+class MambaMixer(RecurrentMixer):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
-        super().__init__(config)
         model = config.described
-        self.tp_group = pg_collection.tp
-        self.context = several(pg_collection.cp)
-        self.backend = config.kernels.scan
-        self.keep_states = config.kernels.scan_states == "keep"
-        inner, local = model.inner_size, model.inner_size // self.tp_group.size()
-
-        self.in_proj = column(model.hidden_size, 2 * inner, config, self.tp_group)
+        inner = model.inner_size
+        super().__init__(config, pg_collection, 2 * inner)
+        self.backend, self.keep_states = config.kernels.scan, config.kernels.scan_states == "keep"
+        local = inner // self.tp_group.size()
         self.conv1d = ConvolutionOfRows(
             empty(local, 1, model.conv_kernel, dtype=config.params_dtype), empty(local, dtype=config.params_dtype)
         )
@@ -93,12 +88,10 @@ class MambaMixer(MegatronModule):
         )
         self.A_log = without_decay(empty(local, model.state_size, dtype=config.full_precision))
         self.D = without_decay(empty(local, dtype=config.full_precision))
-        self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
+        self.make_out_proj(inner)
 
-    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
-        xz_SBI, _ = self.in_proj(hidden_SBD)
-        halves = self.conv1d(xz_SBI.transpose(0, 1), inputs.reset_BS, self.context)
+    def between(self, projected_BSX: Tensor, inputs: LayerInputs) -> Tensor:
+        halves = self.conv1d(projected_BSX, inputs.reset_BS, self.context)
 
         (delta_SBI, delta_bias_I), B_SBN, C_SBN = of_scan(
             halves.x_BLI.transpose(0, 1),
@@ -115,7 +108,7 @@ class MambaMixer(MegatronModule):
             scan = partial(scan, z_gradient=halves.gradient.of_second_half)
         if self.context is not None:
             scan, A_IN = partial(selective_scan_part, group=self.context), -torch.exp(A_IN)
-        y_BSI = scan(
+        return scan(
             halves.x_again_BLI,
             delta_SBI.transpose(0, 1),
             A_IN,
@@ -128,5 +121,3 @@ class MambaMixer(MegatronModule):
             keep_states=self.keep_states,
             backend=self.backend,
         )
-        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
-        return out_SBD

@@ -1,15 +1,9 @@
 """What a layer of Mamba-2 costs, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba.costs import FP32, SMALL_KERNELS, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.mamba2.kind import sizes
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 
 class Mamba2Cost(Cost):

@@ -4,141 +4,75 @@ Shapes: B batch, L length, D model, I inner, H heads, P channels of a head, G gr
 K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, X = I + Q + H rows of in_proj.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
-from megatron_blackmamba.layers.mamba2.arithmetic import Map, mixed
+from megatron_blackmamba.layers.decoding import Inputs, Runner
+from megatron_blackmamba.layers.mamba2.arithmetic import mixed
 from megatron_blackmamba.layers.mamba2.kind import in_proj, sizes
-from megatron_blackmamba.layers.recurrent import NORMS, convolved, normed
-from megatron_blackmamba.layers.rows import Weight
-from megatron_blackmamba.ops.causal_conv1d import causal_conv1d_step
+from megatron_blackmamba.layers.recurrent import NORMS, ProjectedDecoding, convolved, normed
 from megatron_blackmamba.ops.decoding import Step, mamba2_step
 from megatron_blackmamba.ops.gated_norm import gated_rms_norm
-from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.ops.ssd import ssd, ssd_step
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class Mamba2Layer:
-    """The weights of one layer; the parameters of the recurrence are in fp32."""
-
-    in_proj: Tensor
-    conv_weight_QK: Tensor
-    conv_bias_Q: Tensor
-    dt_bias_H: Tensor
-    A_H: Tensor
-    D_H: Tensor
-    norm_I: Tensor
-    out_proj: Tensor
-
-
-@dataclass(frozen=True)
-class NormedMamba2Layer(Mamba2Layer):
-    """The weights of one layer with model.mamba_norms."""
-
-    B_norm_GN: Tensor
-    C_norm_GN: Tensor
-
-
-class Mamba2Decoding(Decoding):
+class Mamba2Decoding(ProjectedDecoding):
     """The memory is the last inputs of the convolution `[B, W, Q]` and the fp32 state of the scan `[B, H, P, N]`."""
 
-    def __init__(self, rows: Weight) -> None:
-        self.rows = rows
+    rows_of = staticmethod(in_proj)
 
-    @classmethod
-    def of(cls, model: ModelConfig) -> "Mamba2Decoding":
-        return cls(in_proj(model))
-
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> Mamba2Layer:
-        weights = {
-            "in_proj": get("in_proj.weight", dtype),
-            "conv_weight_QK": get("conv1d.weight")[:, 0].contiguous(),
-            "conv_bias_Q": get("conv1d.bias"),
-            "dt_bias_H": get("dt_bias"),
-            "A_H": -get("A_log").exp(),
-            "D_H": get("D"),
-            "norm_I": get("norm.weight"),
-            "out_proj": get("out_proj.weight", dtype),
-        }
-        if not model.mamba_norms:
-            return Mamba2Layer(**weights)
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; the parameters of the recurrence are in fp32."""
         groups = (model.mamba2.groups, -1)
-        B_norm_GN, C_norm_GN = (get(f"{name}.weight").view(groups) for name in NORMS[1:])
-        return NormedMamba2Layer(**weights, B_norm_GN=B_norm_GN, C_norm_GN=C_norm_GN)
+        return SimpleNamespace(
+            in_proj=get("in_proj.weight", dtype),
+            conv_weight_QK=get("conv1d.weight")[:, 0].contiguous(),
+            conv_bias_Q=get("conv1d.bias"),
+            dt_bias_H=get("dt_bias"),
+            A_H=-get("A_log").exp(),
+            D_H=get("D"),
+            norm_I=get("norm.weight"),
+            out_proj=get("out_proj.weight", dtype),
+            **{name: get(f"{name}.weight").view(groups) for name in NORMS[1:] if model.mamba_norms},
+        )
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
         I, H, GN = sizes(model)
-        return [
-            torch.zeros(batch, model.conv_kernel - 1, I + 2 * GN, dtype=torch.float32, device=device),
-            torch.zeros(batch, H, model.mamba2.head_dim, model.mamba2.state_size, dtype=torch.float32, device=device),
-        ]
+        return (model.conv_kernel - 1, I + 2 * GN), (H, model.mamba2.head_dim, model.mamba2.state_size)
 
-    def compiled(self, layer: Mamba2Layer, norm_D: Tensor, model: ModelConfig) -> Step | None:
+    def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         if model.mamba_norms or model.mamba2.time_step_min:
             return None
         return mamba2_step(norm_D=norm_D, **vars(layer), groups=model.mamba2.groups, eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
         window_BWQ, state_BHPN = memory
+        model = run.config
 
-        def convolve(x_BQ: Tensor) -> Tensor:
-            return causal_conv1d_step(window_BWQ, x_BQ, layer.conv_weight_QK, layer.conv_bias_Q)
-
-        def scan(x_BHP: Tensor, dt_BH: Tensor, B_BGN: Tensor, C_BGN: Tensor) -> Tensor:
-            return ssd_step(state_BHPN, x_BHP, dt_BH, layer.A_H, B_BGN, C_BGN, layer.D_H, layer.dt_bias_H)
-
-        return run.times(
-            _mixed(run.times(x_BD, layer.in_proj), self.rows, layer, run.config, convolve, scan), layer.out_proj
-        )
-
-    def read(self, run: Runner, layer: Mamba2Layer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
-        window_BWQ, state_BHPN = memory
-
-        def convolve(x_BLQ: Tensor) -> Tensor:
-            return convolved(x_BLQ, layer.conv_weight_QK, layer.conv_bias_Q, window_BWQ, inputs)
-
-        def scan(x_BLHP: Tensor, dt_BLH: Tensor, B_BLGN: Tensor, C_BLGN: Tensor) -> Tensor:
-            y_BLHP, last_state_BHPN = ssd(
-                x_BLHP,
-                dt_BLH,
-                layer.A_H,
-                B_BLGN,
-                C_BLGN,
-                layer.D_H,
-                dt_bias_H=layer.dt_bias_H,
-                initial_state_BHPN=state_BHPN,
-                reset_BL=inputs.reset_BL,
-                return_final_state=True,
-            )
+        def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
+            if inputs is None:
+                return ssd_step(state_BHPN, x, dt, layer.A_H, B, C, layer.D_H, layer.dt_bias_H)
+            how: Any = {"dt_bias_H": layer.dt_bias_H, "initial_state_BHPN": state_BHPN, "reset_BL": inputs.reset_BL}
+            y_BLHP, last_state_BHPN = ssd(x, dt, layer.A_H, B, C, layer.D_H, **how, return_final_state=True)
             state_BHPN.copy_(last_state_BHPN)
             return y_BLHP
 
-        return product(
-            _mixed(product(x_BLD, layer.in_proj), self.rows, layer, run.config, convolve, scan), layer.out_proj
+        norms = [getattr(layer, name) for name in NORMS[1:]] if model.mamba_norms else []
+        return mixed(
+            projected,
+            self.rows,
+            model,
+            layer.dt_bias_H,
+            lambda xBC: convolved(xBC, layer.conv_weight_QK, layer.conv_bias_Q, window_BWQ, inputs),
+            [partial(_normed, weight_GN=weight_GN, eps=model.norm_eps) for weight_GN in norms],
+            scan,
+            lambda y, z: gated_rms_norm(y, z, layer.norm_I, model.mamba2.groups, model.norm_eps),
         )
-
-
-def _mixed(projected: Tensor, rows: Weight, layer: Mamba2Layer, model: ModelConfig, convolve: Map, scan: Any) -> Tensor:
-    norms: list[Tensor] = []
-    if isinstance(layer, NormedMamba2Layer):
-        norms = [layer.B_norm_GN, layer.C_norm_GN]
-    return mixed(
-        projected,
-        rows,
-        model,
-        layer.dt_bias_H,
-        convolve,
-        [partial(_normed, weight_GN=weight_GN, eps=model.norm_eps) for weight_GN in norms],
-        scan,
-        lambda y, z: gated_rms_norm(y, z, layer.norm_I, model.mamba2.groups, model.norm_eps),
-    )
 
 
 def _normed(part: Tensor, weight_GN: Tensor, eps: float) -> Tensor:

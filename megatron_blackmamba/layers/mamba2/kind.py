@@ -8,35 +8,25 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_blackmamba.layers.base import Division, LayerKind
-from megatron_blackmamba.layers.recurrent import NORMS, initial_dt_bias
+from megatron_blackmamba.layers.recurrent import NORMS, RecurrentKind
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron_blackmamba.settings import ModelConfig
 
-A_RANGE = (1.0, 16.0)
-"""Initial decay rates, as in mamba-ssm."""
 
-_FIELDS = ("heads", "head_dim", "state_size", "groups", "time_step_min")
-
-
-class Mamba2(LayerKind):
+class Mamba2(RecurrentKind, LayerKind):
     letter, name = "S", "Mamba-2"
     keys = ("mamba2", "expand", "conv_kernel", "init.dt_min", "init.dt_max", "init.dt_floor", "mamba_norms")
     mixer = "megatron_blackmamba.layers.mamba2.mixer:Mamba2Mixer"
     cost = "megatron_blackmamba.layers.mamba2.cost:Mamba2Cost"
     decode = "megatron_blackmamba.layers.mamba2.decode:Mamba2Decoding"
-    writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = ("A_log", "D", "dt_bias")
     part, entry = "mamba2", "mamba2"
-    cut = None
+    exports = ("heads", "head_dim", "state_size", "groups", "time_step_min")
     widens = True
 
     def problems(self, model: ModelConfig) -> list[str]:
@@ -69,27 +59,6 @@ class Mamba2(LayerKind):
             "out_proj.weight": by_columns(I, out=model.hidden_size),
             **({f"{name}.weight": by_rows(channels=GN) for name in NORMS[1:]} if model.mamba_norms else {}),
         }
-
-    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
-        import torch
-
-        if name == "D":
-            return torch.ones(shape)
-        if name == "A_log":
-            return torch.empty(shape).uniform_(*A_RANGE, generator=random).log()
-        if name == "dt_bias":
-            return initial_dt_bias(shape, model, random)
-        if name.startswith("conv1d."):
-            return (torch.rand(shape, generator=random) * 2 - 1) * model.conv_kernel**-0.5
-        return None
-
-    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        fields = {f"mamba2_{field}": getattr(model.mamba2, field) for field in _FIELDS}
-        return {**fields, "mamba_norms": model.mamba_norms}
-
-    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        fields = {field: content[name] for field in _FIELDS if (name := f"mamba2_{field}") in content}
-        return {"mamba2": fields, "mamba_norms": content.get("mamba_norms", False)}
 
 
 def sizes(model: ModelConfig) -> tuple[int, int, int]:

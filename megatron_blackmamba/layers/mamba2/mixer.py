@@ -25,30 +25,24 @@ from megatron_blackmamba.layers.recurrent import NORMS
 from megatron_blackmamba.model.channels import Convolution
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import GatedNorm, GroupNorm
 from megatron_blackmamba.model.sharding import empty, without_decay
-from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.ssd import ssd
 from megatron_blackmamba.ops.ssd.part import ssd_part
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 
 
-class Mamba2Mixer(MegatronModule):
+class Mamba2Mixer(RecurrentMixer):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
-        super().__init__(config)
         model = config.described
-        self.tp_group = pg_collection.tp
-        self.context = several(pg_collection.cp)
-        self.backend = config.kernels.ssd
-        ranks = self.tp_group.size()
         inner, whole = sizes(model)[0], in_proj(model)
+        super().__init__(config, pg_collection, whole.shape[0])
+        ranks, self.backend = self.tp_group.size(), config.kernels.ssd
         groups = model.mamba2.groups // ranks
         self.rows = whole.share(ranks)
         channels, heads = self.rows.count("x B C"), self.rows.count("dt")
-        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         self.conv1d = Convolution(
             empty(channels, 1, model.conv_kernel, dtype=config.params_dtype),
             empty(channels, dtype=config.params_dtype),
@@ -58,13 +52,11 @@ class Mamba2Mixer(MegatronModule):
         for name in self.norms:
             self.add_module(name, GroupNorm(self.rows.count("B"), groups, config))
         self.norm = GatedNorm(inner // ranks, groups, config)
-        self.out_proj = row(inner, model.hidden_size, config, self.tp_group)
+        self.make_out_proj(inner)
 
-    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
-        zxBCdt_SB, _ = self.in_proj(hidden_SBD)
-        y_BSI = mixed(
-            zxBCdt_SB.transpose(0, 1),
+    def between(self, projected_BSX: Tensor, inputs: LayerInputs) -> Tensor:
+        return mixed(
+            projected_BSX,
             self.rows,
             self.config.described,
             self.dt_bias,
@@ -73,11 +65,8 @@ class Mamba2Mixer(MegatronModule):
             partial(self._scan, inputs.reset_BS),
             self.norm,
         )
-        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
-        return out_SBD
 
     def _scan(self, reset_BS: Tensor | None, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> Tensor:
         scan: Any = ssd if self.context is None else partial(ssd_part, group=self.context)
         how = {"dt_bias_H": self.dt_bias, "reset_BL": reset_BS, "backend": self.backend}
-        y_BSHP: Tensor = scan(x, dt, -torch.exp(self.A_log), B, C, self.D, **how)
-        return y_BSHP
+        return scan(x, dt, -torch.exp(self.A_log), B, C, self.D, **how)

@@ -1,15 +1,9 @@
 """What a layer of Mamba-3 costs, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba.costs import FP32, Sizes, Work
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.mamba3.kind import angles, in_proj, sizes
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 
 class Mamba3Cost(Cost):

@@ -9,11 +9,10 @@ X = 2I + 2RGN + 3H + S rows of in_proj.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_blackmamba.layers.base import Division, LayerKind
-from megatron_blackmamba.layers.recurrent import initial_dt_bias
+from megatron_blackmamba.layers.recurrent import RecurrentKind
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
@@ -26,19 +25,17 @@ BIASES = ("dt_bias", "B_bias", "C_bias")
 NORMS = ("B_norm", "C_norm")
 MIX = ("mimo_x", "mimo_z", "mimo_o")
 """Factors of R inputs, gates and outputs."""
-_FIELDS = ("head_dim", "state_size", "groups", "rope_fraction", "rank", "a_floor", "output_norm")
 
 
-class Mamba3(LayerKind):
+class Mamba3(RecurrentKind, LayerKind):
     letter, name = "R", "Mamba-3"
     keys = ("mamba3", "expand", "init.dt_min", "init.dt_max", "init.dt_floor")
     mixer = "megatron_blackmamba.layers.mamba3.mixer:Mamba3Mixer"
     cost = "megatron_blackmamba.layers.mamba3.cost:Mamba3Cost"
     decode = "megatron_blackmamba.layers.mamba3.decode:Mamba3Decoding"
-    writes_to_residual = ("out_proj.weight",)
     kept_in_fp32 = (*BIASES, "D", *MIX)
     part, entry = "mamba3", "mamba3"
-    cut = None
+    exports = ("head_dim", "state_size", "groups", "rope_fraction", "rank", "a_floor", "output_norm")
     widens = True
 
     def problems(self, model: ModelConfig) -> list[str]:
@@ -79,17 +76,11 @@ class Mamba3(LayerKind):
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         import torch
 
-        if name in ("D", "B_bias", "C_bias", "mimo_z"):
+        if name in ("B_bias", "C_bias", "mimo_z"):
             return torch.ones(shape)
         if name in MIX:
             return torch.full(shape, 1 / model.mamba3.rank)
-        return initial_dt_bias(shape, model, random) if name == "dt_bias" else None
-
-    def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
-        return {f"mamba3_{field}": getattr(model.mamba3, field) for field in _FIELDS}
-
-    def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {"mamba3": {field: content[name] for field in _FIELDS if (name := f"mamba3_{field}") in content}}
+        return super().initial(name, shape, model, random)
 
 
 def angles(model: ModelConfig) -> int:

@@ -20,33 +20,27 @@ from megatron_blackmamba.layers.mamba3.arithmetic import mixed
 from megatron_blackmamba.layers.mamba3.kind import MIX, NORMS, in_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import GroupNorm, SharedNorm
 from megatron_blackmamba.model.sharding import empty, without_decay
-from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.mamba3 import BACKENDS, Rates, mamba3
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     all_gather_last_dim_from_tensor_parallel_region,
 )
-from megatron.core.transformer.module import MegatronModule
 
 
-class Mamba3Mixer(MegatronModule):
+class Mamba3Mixer(RecurrentMixer):
     def __init__(self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection):
-        super().__init__(config)
         model = config.described
-        self.tp_group = pg_collection.tp
-        self.context = several(pg_collection.cp)
-        self.backend = config.kernels.ssd if config.kernels.ssd in BACKENDS else "chunked"
-        ranks = self.tp_group.size()
         whole = in_proj(model)
-        self.rows = whole.share(ranks)
+        super().__init__(config, pg_collection, whole.shape[0])
+        self.backend = config.kernels.ssd if config.kernels.ssd in BACKENDS else "chunked"
+        self.rows = whole.share(self.tp_group.size())
         inner, heads = self.rows.count("x"), self.rows.count("dt")
         N, R = model.mamba3.state_size, model.mamba3.rank
 
-        self.in_proj = column(model.hidden_size, whole.shape[0], config, self.tp_group)
         shapes = {"dt_bias": (heads,), "B_bias": (heads, R, N), "C_bias": (heads, R, N), "D": (heads,)}
         for name, shape in shapes.items():
             self.register_parameter(name, without_decay(empty(*shape, dtype=config.full_precision)))
@@ -56,13 +50,11 @@ class Mamba3Mixer(MegatronModule):
         for name in NORMS:
             self.add_module(name, SharedNorm(N, config, self.tp_group))
         self.norm = GroupNorm(inner, heads, config) if model.mamba3.output_norm else None
-        self.out_proj = row(model.inner_size, model.hidden_size, config, self.tp_group)
+        self.make_out_proj(model.inner_size)
 
-    def forward(self, hidden_SBD: Tensor, inputs: LayerInputs) -> Tensor:
-        # Everything stays in memory as [S, B, ...]: the ops take any strides, so what they see is never copied.
-        projected_SB, _ = self.in_proj(hidden_SBD)
-        y_BSI = mixed(
-            projected_SB.transpose(0, 1),
+    def between(self, projected_BSX: Tensor, inputs: LayerInputs) -> Tensor:
+        return mixed(
+            projected_BSX,
             self.rows,
             self.config.described,
             self.dt_bias,
@@ -72,14 +64,11 @@ class Mamba3Mixer(MegatronModule):
             (self.mimo_z, self.mimo_o),
             self._whole_angle,
         )
-        out_SBD, _ = self.out_proj(y_BSI.transpose(0, 1).contiguous())
-        return out_SBD
 
     def _whole_angle(self, angle: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
             return angle
-        whole: Tensor = all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
-        return whole
+        return all_gather_last_dim_from_tensor_parallel_region(angle, group=self.tp_group)
 
     def _scan(self, reset_BS: Tensor | None, x: Tensor, rates: Rates, B: Tensor, C: Tensor) -> Tensor:
         how: dict[str, Any] = {"reset_BL": reset_BS, "group": self.context, "backend": self.backend}

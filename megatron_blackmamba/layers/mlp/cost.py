@@ -1,15 +1,9 @@
 """What a layer of the dense MLP costs, for plans."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from megatron_blackmamba.costs import Sizes
 from megatron_blackmamba.layers.cost import Cost
 from megatron_blackmamba.layers.mlp.kind import kept, products
-
-if TYPE_CHECKING:
-    from megatron_blackmamba.settings import ModelConfig
+from megatron_blackmamba.settings import ModelConfig
 
 
 class MLPCost(Cost):

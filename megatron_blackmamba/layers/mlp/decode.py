@@ -3,7 +3,7 @@
 Shapes: B batch, L length, D model, F hidden units, G = 2F gate and up; without a gate, G = F.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,30 +15,20 @@ from megatron_blackmamba.ops.matvec import product
 from megatron_blackmamba.settings import ModelConfig
 
 
-@dataclass(frozen=True)
-class MLPLayer:
-    """The weights of one layer; the rows of fc1 are [gate | up], or all alike without a gate."""
-
-    fc1_GD: Tensor
-    fc2_DF: Tensor
-
-
 class MLPDecoding(Decoding):
     """No memory."""
 
-    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> MLPLayer:
-        return MLPLayer(get("linear_fc1.weight", dtype), get("linear_fc2.weight", dtype))
+    def pack(self, get: Any, model: ModelConfig, dtype: torch.dtype, device: Any) -> SimpleNamespace:
+        """Return the weights; the rows of fc1 are [gate | up], or all alike without a gate."""
+        return SimpleNamespace(fc1_GD=get("linear_fc1.weight", dtype), fc2_DF=get("linear_fc2.weight", dtype))
 
-    def memory(self, model: ModelConfig, batch: int, dtype: torch.dtype, device: Any) -> list[Tensor]:
-        return []
-
-    def compiled(self, layer: MLPLayer, norm_D: Tensor, model: ModelConfig) -> Step | None:
+    def compiled(self, layer: Any, norm_D: Tensor, model: ModelConfig) -> Step | None:
         if not model.gated or model.activation not in ("silu", "gelu"):
             return None
         return mlp_step(norm_D=norm_D, **vars(layer), activation=model.activation, eps=model.norm_eps)
 
-    def step(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
+    def step(self, run: Runner, layer: Any, memory: list[Tensor], x_BD: Tensor, inputs: Inputs) -> Tensor:
         return run.times(run.activated(run.times(x_BD, layer.fc1_GD)), layer.fc2_DF)
 
-    def read(self, run: Runner, layer: MLPLayer, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
+    def read(self, run: Runner, layer: Any, memory: list[Tensor], x_BLD: Tensor, inputs: Inputs) -> Tensor:
         return product(run.activated(product(x_BLD, layer.fc1_GD)), layer.fc2_DF)

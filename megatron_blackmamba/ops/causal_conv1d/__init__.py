@@ -21,8 +21,6 @@ from megatron_blackmamba.ops.causal_conv1d.step import causal_conv1d_step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Inputs", "available_backends", "causal_conv1d", "causal_conv1d_step"]
-
 BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 
 

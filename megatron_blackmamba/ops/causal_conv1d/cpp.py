@@ -3,8 +3,6 @@
 Shapes: B batch, L length, I inner channels, K taps, W = K - 1 the window, P channels padded to a multiple of 16.
 """
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,19 +36,10 @@ def convolve(inputs: Inputs) -> Tensor:
 class _Arguments(library.Arguments):
     """struct CausalConv1d of csrc/causal_conv1d.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "L", "I", "K", "is_bf16", "silu", "threads")),
-        ("x", ctypes.c_void_p),
-        ("x_strides", ctypes.c_int64 * 2),
-        ("initial_window", ctypes.c_void_p),
-        ("initial_window_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "reset", "y")),
-        ("y_strides", ctypes.c_int64 * 2),
-        ("grad_y", ctypes.c_void_p),
-        ("grad_y_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_void_p) for name in ("grad_x", "grad_initial_window")),
-        *((f"{name}_strides", ctypes.c_int64 * 2) for name in ("grad_x", "grad_initial_window")),
-        *((name, ctypes.c_void_p) for name in ("grad_weight", "grad_bias", "workspace")),
+    _fields_ = library.fields(
+        "int64 B L I K is_bf16 silu threads; pointer x; strides x; pointer initial_window; strides initial_window;"
+        "pointer weight bias reset y; strides y; pointer grad_y; strides grad_y; pointer grad_x grad_initial_window;"
+        "strides grad_x grad_initial_window; pointer grad_weight grad_bias workspace"
     )
 
 
@@ -95,7 +84,5 @@ class _Convolution(torch.autograd.Function):
 
 def _arguments(x, weight_KP, bias_P, initial_window, reset, silu, **others):
     (batch, length, inner), K = x.shape, weight_KP.shape[0]
-    arguments = _Arguments(B=batch, L=length, I=inner, K=K)
-    arguments.set(is_bf16=x.dtype == torch.bfloat16, silu=silu)
-    arguments.set(x=x, weight=weight_KP, bias=bias_P, initial_window=initial_window, reset=reset, **others)
-    return arguments
+    sizes = {"B": batch, "L": length, "I": inner, "K": K, "is_bf16": x.dtype == torch.bfloat16, "silu": silu}
+    return _Arguments(**sizes, x=x, weight=weight_KP, bias=bias_P, initial_window=initial_window, reset=reset, **others)

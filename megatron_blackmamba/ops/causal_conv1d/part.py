@@ -31,8 +31,7 @@ def causal_conv1d_part(
         window_BWI = _window_of_several(x_BLI, weight_IK, reset_BL, group)
         return _convolve(x_BLI, weight_IK, bias_I, window_BWI, reset_BL, backend)
     if torch.is_grad_enabled():
-        y_BLI: Tensor = _ConvolvePart.apply(x_BLI, weight_IK, bias_I, reset_BL, group, backend)
-        return y_BLI
+        return _ConvolvePart.apply(x_BLI, weight_IK, bias_I, reset_BL, group, backend)
     window_BWI = from_neighbour(_last(x_BLI, weight_IK, reset_BL), group, -1)
     return _convolve(x_BLI, weight_IK, bias_I, window_BWI, reset_BL, backend)
 

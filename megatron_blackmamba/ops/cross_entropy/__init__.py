@@ -40,5 +40,4 @@ def cross_entropy_and_log_sum(logits_TV: Tensor, labels_T: Tensor, z_loss: float
     if labels_T.dtype != torch.int64:
         raise ValueError(f"cross_entropy: labels are {labels_T.dtype}. Pass int64.")
     cpp = backends.choose(__name__, BACKENDS, "cpp", logits_TV)
-    both: tuple[Tensor, Tensor] = cpp.cross_entropy_and_log_sum(logits_TV, labels_T, z_loss)
-    return both
+    return cpp.cross_entropy_and_log_sum(logits_TV, labels_T, z_loss)

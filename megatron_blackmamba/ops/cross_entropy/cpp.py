@@ -3,8 +3,6 @@
 Shapes: T tokens, V vocabulary.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -51,15 +49,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _arguments(logits, labels, log_sum, **others):
-    arguments = _Arguments(T=logits.shape[0], V=logits.shape[1], is_bf16=logits.dtype == torch.bfloat16)
-    arguments.set(logits=logits, labels=labels, log_sum=log_sum, **others)
-    return arguments
+    (T, V), is_bf16 = logits.shape, logits.dtype == torch.bfloat16
+    return _Arguments(T=T, V=V, is_bf16=is_bf16, logits=logits, labels=labels, log_sum=log_sum, **others)
 
 
 class _Arguments(library.Arguments):
     """struct CrossEntropy of csrc/cross_entropy.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("T", "V", "is_bf16", "threads")),
-        *((name, ctypes.c_void_p) for name in ("logits", "labels", "loss", "log_sum", "grad_loss", "grad_logits")),
-    )
+    _fields_ = library.fields("int64 T V is_bf16 threads; pointer logits labels loss log_sum grad_loss grad_logits")

@@ -48,8 +48,7 @@ def mamba_step(**layer: Any) -> Step:
 
     layer: The arguments of `cpp.mamba_step`. eod: token after which a sequence restarts, for a step that `restarts`.
     """
-    step: Step = backends.choose(__name__, BACKENDS, "auto", layer["in_proj"]).mamba_step(**layer)
-    return step
+    return backends.choose(__name__, BACKENDS, "auto", layer["in_proj"]).mamba_step(**layer)
 
 
 def mamba2_step(**layer: Any) -> Step | None:
@@ -72,8 +71,7 @@ def experts_step(**layer: Any) -> Step:
     layer: The arguments of `cpp.experts_step`. choice_bias_E: added to the logits for the choice alone; with
         bias_on_scores, to their sigmoids.
     """
-    step: Step = backends.choose(__name__, BACKENDS, "auto", layer["fc1_EGD"]).experts_step(**layer)
-    return step
+    return backends.choose(__name__, BACKENDS, "auto", layer["fc1_EGD"]).experts_step(**layer)
 
 
 def mlp_step(**layer: Any) -> Step | None:

@@ -4,14 +4,12 @@ Shapes: B sequences, D model, I inner, W window, K = W + 1 taps, N state, R rank
 G = 2F gate and up. For Mamba-2: H heads, P channels of a head, Q channels of the convolution.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from megatron_blackmamba.ops import library
 from megatron_blackmamba.ops.backends import FP32_OR_BF16, Takes
-from megatron_blackmamba.ops.matvec.cpp import MAX_VECTORS, Matrix, matrix
+from megatron_blackmamba.ops.matvec.cpp import MAX_VECTORS
 
 TAKES = Takes("cpu", FP32_OR_BF16)
 
@@ -132,7 +130,7 @@ def _describe(arguments: library.Arguments, name: str, weight: Tensor, shape: tu
 def _describe_matrix(arguments: library.Arguments, name: str, weight: Tensor, shape: tuple[int, ...]) -> None:
     """Describe a matrix, or the first matrix of stacked experts."""
     _check(name, weight, shape, FP32_OR_BF16)
-    arguments.set(**{name: matrix(weight.view(-1, *shape[-2:])[0])})
+    arguments.set(**{name: library.Matrix.of(weight.view(-1, *shape[-2:])[0])})
     arguments.tensors.append(weight)
 
 
@@ -151,16 +149,9 @@ class _MambaStep(library.Arguments):
     """struct MambaStep of csrc/decoding.h."""
 
     function = "mamba_step"
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "D", "I", "N", "R", "K", "threads")),
-        ("eps", ctypes.c_float),
-        ("norm", ctypes.c_void_p),
-        ("in_proj", Matrix),
-        *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias")),
-        *((name, Matrix) for name in ("x_proj", "dt_proj")),
-        *((name, ctypes.c_void_p) for name in ("dt_bias", "A", "D_skip")),
-        ("out_proj", Matrix),
-        *((name, ctypes.c_void_p) for name in ("residual", "window", "state", "workspace")),
+    _fields_ = library.fields(
+        "int64 B D I N R K threads; float eps; pointer norm; matrix in_proj; pointer conv_weight conv_bias;"
+        "matrix x_proj dt_proj; pointer dt_bias A D_skip; matrix out_proj; pointer residual window state workspace"
     )
 
 
@@ -168,14 +159,10 @@ class _Mamba2Step(library.Arguments):
     """struct Mamba2Step of csrc/decoding.h."""
 
     function = "mamba2_step"
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "D", "I", "H", "P", "G", "N", "K", "threads")),
-        ("eps", ctypes.c_float),
-        ("norm", ctypes.c_void_p),
-        ("in_proj", Matrix),
-        *((name, ctypes.c_void_p) for name in ("conv_weight", "conv_bias", "dt_bias", "A", "D_skip", "gate_norm")),
-        ("out_proj", Matrix),
-        *((name, ctypes.c_void_p) for name in ("residual", "window", "state", "workspace")),
+    _fields_ = library.fields(
+        "int64 B D I H P G N K threads; float eps; pointer norm; matrix in_proj;"
+        "pointer conv_weight conv_bias dt_bias A D_skip gate_norm; matrix out_proj;"
+        "pointer residual window state workspace"
     )
 
 
@@ -183,10 +170,7 @@ class _ExpertsStep(library.Arguments):
     """struct ExpertsStep of csrc/decoding.h."""
 
     function = "experts_step"
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "D", "E", "F", "gelu", "bias_on_scores", "threads")),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("norm", "router", "router_bias", "choice_bias")),
-        *((name, Matrix) for name in ("fc1", "fc2")),
-        *((name, ctypes.c_void_p) for name in ("residual", "workspace")),
+    _fields_ = library.fields(
+        "int64 B D E F gelu bias_on_scores threads; float eps; pointer norm router router_bias choice_bias;"
+        "matrix fc1 fc2; pointer residual workspace"
     )

@@ -25,8 +25,6 @@ from megatron_blackmamba.ops.context import scan_part
 from megatron_blackmamba.ops.delta.inputs import Inputs
 from megatron_blackmamba.ops.delta.step import delta_step
 
-__all__ = ["Inputs", "available_backends", "delta", "delta_part", "delta_step"]
-
 BACKENDS = ("chunked", "triton", "reference")  # "auto" takes the first; triton is unmeasured
 
 
@@ -53,8 +51,7 @@ def delta(
         backend: "auto" or a key of `megatron_blackmamba.ops.delta.available_backends()`.
     """
     inputs = Inputs(q_BLHK, k_BLHK, erase_BLHK, written_BLHV, log_decay_BLHD, initial_state_BHKV, reset_BL)
-    found: tuple[Tensor, Tensor] = _backend_for(inputs, backend).scan(inputs)
-    return found
+    return _backend_for(inputs, backend).scan(inputs)
 
 
 def delta_part(
@@ -76,8 +73,7 @@ def delta_part(
     scan = _backend_for(inputs, backend).scan
 
     def from_start(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = scan(part._replace(initial_state_BHKV=start))
-        return found
+        return scan(part._replace(initial_state_BHKV=start))
 
     return scan_part(from_start, lambda part: part.summary(scan), group, inputs, torch.matmul)
 

@@ -32,8 +32,7 @@ NOTHING = -1000.0
 
 
 def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _Scan.apply(*inputs)
-    return found
+    return _Scan.apply(*inputs)
 
 
 class _Scan(torch.autograd.Function):

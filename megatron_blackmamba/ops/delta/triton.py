@@ -40,8 +40,7 @@ def unsupported(inputs: Inputs) -> str | None:
 
 
 def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _Scan.apply(*inputs)
-    return found
+    return _Scan.apply(*inputs)
 
 
 class _Scan(torch.autograd.Function):

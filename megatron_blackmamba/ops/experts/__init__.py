@@ -95,8 +95,7 @@ def grouped_linear(
     if not tokens:
         backend = "loop"
     chosen = backends.choose(__name__, BACKENDS, backend, x_TD, weight_EOD)
-    y_TO: Tensor = chosen.grouped_linear(x_TD, tokens_per_expert_E, weight_EOD, ends_E)
-    return y_TO
+    return chosen.grouped_linear(x_TD, tokens_per_expert_E, weight_EOD, ends_E)
 
 
 def available_backends() -> dict[str, str | None]:

@@ -88,14 +88,12 @@ def fp8_grouped_linear(x_TD: Tensor, ends_E: Tensor, weight_EOD: Tensor) -> Tens
         raise ValueError(
             f"fp8_grouped_linear: the sides of weight {tuple(weight_EOD.shape)} must be multiples of {MULTIPLE}"
         )
-    y_TO: Tensor = _GroupedLinear.apply(x_TD, ends_E, weight_EOD)
-    return y_TO
+    return _GroupedLinear.apply(x_TD, ends_E, weight_EOD)
 
 
 def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round `[..., R, C]` to FP8: return numbers, contiguous, and scales `[..., R]` in fp32, whose product is x."""
-    rounded: tuple[Tensor, Tensor] = backends.choose(__name__, BACKENDS, "auto", x).by_rows(x)
-    return rounded
+    return backends.choose(__name__, BACKENDS, "auto", x).by_rows(x)
 
 
 class _Linear(torch.autograd.Function):

@@ -11,8 +11,6 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.gated.reference import ACTIVATIONS, GATED, activated
 
-__all__ = ["ACTIVATIONS", "activated", "available_backends", "gated", "is_fused"]
-
 BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 
 
@@ -35,5 +33,4 @@ def gated(gate_up_TG: Tensor, activation: str, weights_T: Tensor | None = None, 
     require_shape("gated", "weights", weights_T, len(gate_up_TG))
     if gate_up_TG.shape[1] % 2:
         raise ValueError(f"gated: gate and up have {gate_up_TG.shape[1]} columns together. Pass an even number.")
-    y_TF: Tensor = backends.choose(__name__, BACKENDS, backend, gate_up_TG).gated(gate_up_TG, activation, weights_T)
-    return y_TF
+    return backends.choose(__name__, BACKENDS, backend, gate_up_TG).gated(gate_up_TG, activation, weights_T)

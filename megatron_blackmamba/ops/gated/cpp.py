@@ -3,8 +3,6 @@
 Shapes: T tokens, F hidden units, G = 2F gate and up, gate first.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -41,16 +39,13 @@ class _Gated(torch.autograd.Function):
 
 
 def _arguments(gate_up, weights, gelu, **others):
-    arguments = _Arguments(T=gate_up.shape[0], F=gate_up.shape[1] // 2, gelu=gelu)
-    arguments.set(is_bf16=gate_up.dtype == torch.bfloat16)
-    arguments.set(gate_up=gate_up, weights=weights, **others)
-    return arguments
+    (T, G), is_bf16 = gate_up.shape, gate_up.dtype == torch.bfloat16
+    return _Arguments(T=T, F=G // 2, is_bf16=is_bf16, gelu=gelu, gate_up=gate_up, weights=weights, **others)
 
 
 class _Arguments(library.Arguments):
     """struct Gated of csrc/gated.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("T", "F", "is_bf16", "gelu", "threads")),
-        *((name, ctypes.c_void_p) for name in ("gate_up", "weights", "y", "grad_y", "grad_gate_up", "grad_weights")),
+    _fields_ = library.fields(
+        "int64 T F is_bf16 gelu threads; pointer gate_up weights y grad_y grad_gate_up grad_weights"
     )

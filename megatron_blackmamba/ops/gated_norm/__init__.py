@@ -39,5 +39,4 @@ def gated_rms_norm(
             f" {groups} groups. Give x and gate one shape, whose last size is the weight's and divisible by the groups."
         )
     chosen = backends.choose(__name__, BACKENDS, backend, x, gate, weight_I, groups)
-    y: Tensor = chosen.gated_rms_norm(x, gate, weight_I, groups, eps, norm_first)
-    return y
+    return chosen.gated_rms_norm(x, gate, weight_I, groups, eps, norm_first)

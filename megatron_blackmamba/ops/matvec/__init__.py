@@ -15,8 +15,6 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.matvec.cpp import MAX_VECTORS
 
-__all__ = ["MAX_VECTORS", "available_backends", "bf16_products", "matvec", "product", "why_not_cpp"]
-
 BACKENDS = ("cpp", "reference")  # best first, each where it applies
 
 
@@ -37,8 +35,7 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None = None) -> Tenso
     require_floats("matvec", weight=weight_OI, x=x_BI)
     require_dimensions("matvec", "weight", weight_OI, 2)
     require_shape("matvec", "x", x_BI, *x_BI.shape[:-1], weight_OI.shape[1])
-    y_BO: Tensor = backends.choose(__name__, BACKENDS, "auto", weight_OI, x_BI).matvec(weight_OI, x_BI, threads)
-    return y_BO
+    return backends.choose(__name__, BACKENDS, "auto", weight_OI, x_BI).matvec(weight_OI, x_BI, threads)
 
 
 FEW, SEVERAL = 32, 256

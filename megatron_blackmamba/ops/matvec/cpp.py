@@ -3,8 +3,6 @@
 Shapes: B vectors, I in, O out.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -14,20 +12,6 @@ from megatron_blackmamba.ops.backends import FP32_OR_BF16, Takes
 TAKES = Takes("cpu", FP32_OR_BF16)
 MAX_VECTORS = 64  # at once, as in csrc/dots.h
 BYTES_PER_THREAD = 1 << 18  # less work than this does not pay for calling a thread
-
-
-class Matrix(ctypes.Structure):
-    """struct Matrix of csrc/dots.h. Whoever makes one keeps its tensor alive."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "stride", "is_bf16")),
-    )
-
-
-def matrix(weight_OI: Tensor) -> Matrix:
-    is_bf16 = weight_OI.dtype == torch.bfloat16
-    return Matrix(weight_OI.data_ptr(), *weight_OI.shape, weight_OI.stride(0), is_bf16)
 
 
 def unsupported(weight_OI: Tensor, x_BI: Tensor) -> str | None:
@@ -40,19 +24,13 @@ def matvec(weight_OI: Tensor, x_BI: Tensor, threads: int | None) -> Tensor:
     x = x_BI.float().contiguous()
     y_BO = x.new_empty(x.shape[0], weight_OI.shape[0])
     most = torch.get_num_threads() if threads is None else threads
-    arguments = _Arguments(weight=matrix(weight_OI), B=x.shape[0])
-    arguments.set(threads=min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD))
-    arguments.set(x=x, y=y_BO)
-    library.call("matvec", arguments)
+    threads = min(most, 1 + weight_OI.numel() * weight_OI.itemsize // BYTES_PER_THREAD)
+    weight = library.Matrix.of(weight_OI)
+    library.call("matvec", _Arguments(weight=weight, B=x.shape[0], threads=threads, x=x, y=y_BO))
     return y_BO.to(x_BI.dtype)
 
 
 class _Arguments(library.Arguments):
     """struct Matvec of csrc/matvec.h."""
 
-    _fields_ = (
-        ("weight", Matrix),
-        *((name, ctypes.c_int64) for name in ("B", "threads")),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-    )
+    _fields_ = library.fields("matrix weight; int64 B threads; pointer x y")

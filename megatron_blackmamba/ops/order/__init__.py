@@ -24,5 +24,4 @@ def order_of(choice_P: Tensor, experts: int, *, backend: str = "auto") -> tuple[
     """
     choice_P = choice_P.contiguous()
     chosen = backends.choose(__name__, BACKENDS, backend, choice_P, experts)
-    found: tuple[Tensor, Tensor, Tensor] = chosen.order_of(choice_P, experts)
-    return found
+    return chosen.order_of(choice_P, experts)

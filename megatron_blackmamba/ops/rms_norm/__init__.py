@@ -21,8 +21,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, *, backend: str = "auto") 
     """Return x / sqrt(mean(x²) + eps) * weight, computed in fp32 (float64 if x is), in the weight's dtype."""
     require_floats("rms_norm", x=x, weight=weight_D)
     require_shape("rms_norm", "weight", weight_D, x.shape[-1])
-    y: Tensor = backends.choose(__name__, BACKENDS, backend, x, weight_D).rms_norm(x, weight_D, eps)
-    return y
+    return backends.choose(__name__, BACKENDS, backend, x, weight_D).rms_norm(x, weight_D, eps)
 
 
 def norm_and_stream(
@@ -36,7 +35,6 @@ def norm_and_stream(
     require_shape("rms_norm", "weight", weight_D, x.shape[-1])
     require_shape("rms_norm", "branch", branch, *x.shape)
     if triton := backends.find(__name__, "triton", x, weight_D, branch):
-        both: tuple[Tensor, Tensor] = triton.norm_and_stream(x, weight_D, eps, branch, dtype)
-        return both
+        return triton.norm_and_stream(x, weight_D, eps, branch, dtype)
     stream = x if branch is None else x + branch
     return rms_norm(stream, weight_D, eps).to(dtype or weight_D.dtype), stream

@@ -3,8 +3,6 @@
 Shapes: T tokens, D channels, U units of tokens.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -47,16 +45,13 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _arguments(x, weight, scale_T, eps, **others):
-    arguments = _Arguments(T=scale_T.numel(), D=x.shape[-1], is_bf16=weight.dtype == torch.bfloat16, eps=eps)
-    arguments.set(x=x, weight=weight.float(), scale=scale_T, **others)
-    return arguments
+    T, D, is_bf16 = scale_T.numel(), x.shape[-1], weight.dtype == torch.bfloat16
+    return _Arguments(T=T, D=D, is_bf16=is_bf16, eps=eps, x=x, weight=weight.float(), scale=scale_T, **others)
 
 
 class _Arguments(library.Arguments):
     """struct RmsNorm of csrc/rms_norm.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("T", "D", "is_bf16", "threads")),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "y", "scale", "grad_y", "grad_x", "grad_weight")),
+    _fields_ = library.fields(
+        "int64 T D is_bf16 threads; float eps; pointer x weight y scale grad_y grad_x grad_weight"
     )

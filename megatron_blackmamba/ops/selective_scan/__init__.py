@@ -26,8 +26,6 @@ from megatron_blackmamba.ops.selective_scan.step import selective_scan_step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Inputs", "available_backends", "selective_scan", "selective_scan_step"]
-
 BACKENDS = ("cuda", "triton", "mamba_ssm", "cpp", "chunked", "reference")  # best first, each where it applies
 
 

@@ -3,8 +3,6 @@
 Shapes: B batch, L length, I inner channels, N states (padded to a multiple of 4), R groups of 128 channels.
 """
 
-import ctypes
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,18 +48,12 @@ def scan(inputs: Inputs) -> tuple[Tensor, Tensor]:
 class _Arguments(library.Arguments):
     """struct SelectiveScan of csrc/selective_scan.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("B", "L", "I", "N", "is_bf16", "softplus", "threads")),
-        *((name, ctypes.c_void_p) for name in ("u", "delta", "z")),
-        *((f"{name}_strides", ctypes.c_int64 * 2) for name in ("u", "delta", "z")),
-        *((name, ctypes.c_void_p) for name in ("A", "B_in", "C_out", "D", "delta_bias", "initial_state", "reset", "y")),
-        ("y_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_void_p) for name in ("final_state", "checkpoints", "workspace", "grad_y")),
-        ("grad_y_strides", ctypes.c_int64 * 2),
-        *((name, ctypes.c_void_p) for name in ("grad_final_state", "grad_u", "grad_delta", "grad_z")),
-        *((f"{name}_strides", ctypes.c_int64 * 2) for name in ("grad_u", "grad_delta", "grad_z")),
-        *((name, ctypes.c_void_p) for name in ("grad_A", "grad_B", "grad_C", "grad_D", "grad_delta_bias")),
-        ("grad_initial_state", ctypes.c_void_p),
+    _fields_ = library.fields(
+        "int64 B L I N is_bf16 softplus threads; pointer u delta z; strides u delta z;"
+        "pointer A B_in C_out D delta_bias initial_state reset y; strides y;"
+        "pointer final_state checkpoints workspace grad_y; strides grad_y;"
+        "pointer grad_final_state grad_u grad_delta grad_z; strides grad_u grad_delta grad_z;"
+        "pointer grad_A grad_B grad_C grad_D grad_delta_bias grad_initial_state"
     )
 
 
@@ -130,12 +122,12 @@ class _Scan(torch.autograd.Function):
 
 def _arguments(u, delta, A, B, C, D, z, delta_bias, initial_state, reset, checkpoints, softplus, **others):
     (batch, length, inner), N = u.shape, A.shape[1]
-    arguments = _Arguments(B=batch, L=length, I=inner, N=N)
-    arguments.set(is_bf16=u.dtype == torch.bfloat16, softplus=softplus)
-    arguments.set(u=u, delta=delta, z=z, A=A, B_in=B, C_out=C, D=D, delta_bias=delta_bias)
-    arguments.set(initial_state=initial_state, reset=reset, checkpoints=checkpoints, **others)
-    arguments.set(workspace=A.new_empty(batch, 3, padded_channels(inner) * N))
-    return arguments
+    sizes = {"B": batch, "L": length, "I": inner, "N": N, "is_bf16": u.dtype == torch.bfloat16, "softplus": softplus}
+    kept = {"initial_state": initial_state, "reset": reset, "checkpoints": checkpoints, **others}
+    workspace = A.new_empty(batch, 3, padded_channels(inner) * N)
+    return _Arguments(
+        **sizes, u=u, delta=delta, z=z, A=A, B_in=B, C_out=C, D=D, delta_bias=delta_bias, workspace=workspace, **kept
+    )
 
 
 def padded_channels(inner: int) -> int:

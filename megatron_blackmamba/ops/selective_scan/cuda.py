@@ -63,14 +63,14 @@ def scan(
     log_A: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run the scan; the arguments are those of the backend "triton"."""
-    from megatron_blackmamba.ops.selective_scan import triton
+    from megatron_blackmamba.ops.selective_scan import gpu, triton
 
     if not keep_states:
         return triton.scan(inputs, None, chain, z_gradient, keep_states, log_A)
     B, L, I = inputs.u_BLI.shape
     even: dict[str, Any] = {name: None if (x := getattr(inputs, name)) is None else aligned(x) for name in SHARED}
     plan = plan or rule(B, L, I, multiprocessors(inputs.u_BLI.device))
-    return triton.scan(inputs._replace(**even), plan, chain, z_gradient, log_A=log_A)
+    return gpu.scan(inputs._replace(**even), plan, chain, z_gradient, log_A)
 
 
 def rule(B: int, L: int, I: int, processors: int = 132) -> "Plan":

@@ -18,8 +18,6 @@ from megatron_blackmamba.ops import backends
 from megatron_blackmamba.ops.arguments import require_dimensions, require_floats, require_shape
 from megatron_blackmamba.ops.sinkhorn.inputs import Inputs
 
-__all__ = ["Inputs", "available_backends", "load_imbalance", "sinkhorn_choice"]
-
 BACKENDS = ("triton", "cpp", "reference")  # best first, each where it applies
 MOST_ITERATIONS, LOAD_BOUND = 16, 1.2
 """Of "auto": most iterations, and the multiple of the mean share of the plan that ends them if no expert has more."""

@@ -5,8 +5,6 @@ Over a process group the ranks' sums, E numbers, are added here between the pass
 Shapes: T tokens, E experts.
 """
 
-import ctypes
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -73,8 +71,7 @@ def _run(inputs: Inputs, tokens_E: Tensor | None) -> tuple[Tensor, Tensor]:
 class _Arguments(library.Arguments):
     """struct Sinkhorn of csrc/sinkhorn.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("T", "E", "sum_columns", "normalise_rows", "iterations")),
-        *((name, ctypes.c_float) for name in ("scale", "bound")),
-        *((name, ctypes.c_void_p) for name in ("logits", "X", "offset", "largest", "sum", "choice", "tokens")),
+    _fields_ = library.fields(
+        "int64 T E sum_columns normalise_rows iterations; float scale bound;"
+        "pointer logits X offset largest sum choice tokens"
     )

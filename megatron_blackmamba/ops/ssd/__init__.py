@@ -24,8 +24,6 @@ from megatron_blackmamba.ops.ssd.step import ssd_step
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Inputs", "available_backends", "ssd", "ssd_step"]
-
 BACKENDS = ("triton", "mamba_ssm", "chunked", "reference")  # best first, each where it applies
 
 

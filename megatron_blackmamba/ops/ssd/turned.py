@@ -70,8 +70,7 @@ def turned(V_RGN: Tensor, bias_HRN: Tensor, angle_HS: Tensor) -> Tensor:
 
 def turned_chunk(V_TRGN: Tensor, bias_HRN: Tensor, angle_THS: Tensor, rotation_HTS: Tensor) -> Tensor:
     """Return B or C of each head and token of a chunk `[..., H, T, R, N]`, turned by `rotation_of` the angles."""
-    found: Tensor = _Turn.apply(V_TRGN, bias_HRN, angle_THS, rotation_HTS.unsqueeze(-2))
-    return found
+    return _Turn.apply(V_TRGN, bias_HRN, angle_THS, rotation_HTS.unsqueeze(-2))
 
 
 @torch.no_grad()

@@ -18,7 +18,5 @@ from megatron_blackmamba.training.metrics.base import (
     unregister,
 )
 
-__all__ = ["Metric", "MetricError", "Taken", "all_metrics", "metric", "metric_of", "record", "unregister"]
-
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.engine.parts import schedule
+from megatron_blackmamba.engine.parts import micro_batch_schedule
 from megatron_blackmamba.engine.parts.accumulation import Accumulation
 from megatron_blackmamba.runtime import device, layout
 
@@ -184,7 +184,7 @@ class Graphs:
         here = {name: x.to(device.device(), copy=True) for name, x in batch.items()}
         self.reduced.keeps_grad = self._count == 1 and self.reduced.reads_grad
         try:
-            with schedule.one_of(self._count, self.reduced.config):
+            with micro_batch_schedule.one_of(self._count, self.reduced.config):
                 yield here, lambda: eager(here)
         finally:
             self.reduced.keeps_grad = False
@@ -202,7 +202,9 @@ class Graphs:
         if not self._told:
             self._told = True
             self._tell("a micro-batch is one launch")
-        return _Captured(recorded, here, self.reduced.outdated.copy(), self._gradients(), schedule.loss_scale())
+        return _Captured(
+            recorded, here, self.reduced.outdated.copy(), self._gradients(), micro_batch_schedule.loss_scale()
+        )
 
 
 def _first_cause(error: BaseException | None) -> str:

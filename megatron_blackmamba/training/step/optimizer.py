@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig, groups
 from megatron_blackmamba.engine import changes
-from megatron_blackmamba.engine.parts import schedule
+from megatron_blackmamba.engine.parts import micro_batch_schedule
 from megatron_blackmamba.engine.parts.accumulation import Accumulation, reduction
 from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.engine.parts.muon import know_matrices
@@ -83,7 +83,7 @@ def make_trainable(
     built = Built(optimizer, reduced, model, kind, settings)
     changes.apply(changes.OPTIMIZER, built, skip=skip)
     largest_logits = know_matrices(built, world.groups)
-    schedule.connect(model.config, optimizer, reduced)
+    micro_batch_schedule.connect(model.config, optimizer, reduced)
     decay = config.training.ema
     return Trainable(model, reduced, optimizer, Ema(built, decay) if decay else None, largest_logits)
 

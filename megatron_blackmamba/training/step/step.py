@@ -195,7 +195,7 @@ class Step:
         if self.world.parallel.pipeline > 1:
             wider = partial(between_stages, self.config.model)
             stages["adjust_tensor_shapes_fn"] = lambda received, sent: (wider(received), wider(sent))
-        sums: list[dict[str, Tensor]] = self.forward_backward(
+        return self.forward_backward(
             forward_step_func=forward,
             data_iterator=batches,
             model=[self.trainable.reduced],
@@ -205,7 +205,6 @@ class Step:
             forward_only=forward_only,
             **stages,
         )
-        return sums
 
     def _read(self, batches: Iterator[Batch], model: torch.nn.Module):
         batch = self.own_time.read(batches)

@@ -1,8 +1,8 @@
 """The learning rates and weight decays of the optimizer's groups before each step.
 
-They are a function of the samples consumed and of nothing else (`settings/schedule.py`). So a run resumes exactly, and
-a changed learning rate acts from the next step on. A changed global batch leaves the curve over the samples as it was,
-and so does a ramp.
+They are a function of the samples consumed and of nothing else (`settings/run_schedule.py`). So a run resumes exactly,
+and a changed learning rate acts from the next step on. A changed global batch leaves the curve over the samples as it
+was, and so does a ramp.
 """
 
 from typing import TYPE_CHECKING

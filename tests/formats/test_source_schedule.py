@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_blackmamba.formats.schedule import Blend, Schedule, _Node
+from megatron_blackmamba.formats.source_schedule import Blend, Schedule, _Node
 
 BOUND = 1.68
 PAPER = [300 * 2, 600 * Fraction("1.2"), 250 * Fraction("0.75"), 50 * 5, 40 * 2, Fraction("2.2") * 5]

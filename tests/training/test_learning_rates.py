@@ -7,7 +7,7 @@ import pytest
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.settings.optimizer import SHAPES
-from megatron_blackmamba.training.step.schedule import Schedule, rate_change
+from megatron_blackmamba.training.step.learning_rates import Schedule, rate_change
 
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
