@@ -114,12 +114,14 @@ class LanguageModel(LanguageModule):
             return x_SBD
         if labels_BS is None:
             return self.logits(x_SBD).transpose(0, 1)
+        # In validation too: the call has a weight gathered that the head reads as well (model.tie_embeddings).
+        ahead_SBD = self.embedded(labels_BS) if self.mtp_process else None
         model = self.config.described
         z_loss = model.z_loss if self.training else 0.0
         losses_BS, log_sums_BS = self._losses_of(x_SBD, labels_BS, z_loss)
         self.log_sums_BS = log_sums_BS if z_loss else None
-        if self.mtp_process and self.training:
-            self.mtp_losses_BS = self._losses_of_next(tokens_BS, labels_BS, after_B)
+        if ahead_SBD is not None and self.training:
+            self.mtp_losses_BS = self._losses_of_next(tokens_BS, labels_BS, ahead_SBD, after_B)
         return losses_BS
 
     def _losses_of(self, x_SBD: Tensor, labels_BS: Tensor, z_loss: float) -> tuple[Tensor, Tensor | None]:
@@ -132,12 +134,12 @@ class LanguageModel(LanguageModule):
         losses_BS, log_sums_BS = (each_T.view(labels_BS.t().shape).t() for each_T in both)
         return losses_BS, log_sums_BS
 
-    def _losses_of_next(self, tokens_BS: Tensor, labels_BS: Tensor, after_B: Tensor | None) -> Tensor:
+    def _losses_of_next(
+        self, tokens_BS: Tensor, labels_BS: Tensor, embedded_SBD: Tensor, after_B: Tensor | None
+    ) -> Tensor:
         """Return the losses of the extra depth: it reads the labels, and predicts the labels after them."""
         read_SBD = self.decoder.take_read_ahead()
-        hidden_SBD = self.extra_depth(
-            read_SBD, self.embedded(labels_BS), self._layer_inputs(labels_BS, tokens_BS[:, 0])
-        )
+        hidden_SBD = self.extra_depth(read_SBD, embedded_SBD, self._layer_inputs(labels_BS, tokens_BS[:, 0]))
         void_B = labels_BS[:, 0]
         next_B = void_B if after_B is None else torch.where(after_B < 0, void_B, after_B)
         return self._losses_of(hidden_SBD, shifted(labels_BS, next_B), z_loss=0.0)[0]
