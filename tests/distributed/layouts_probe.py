@@ -208,6 +208,8 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "ahead_pp2_cp2": (4, [*AHEAD, "parallel.pipeline=2", "parallel.context=2"]),
     "ahead_pp2_ep2": (4, [*AHEAD, "parallel.pipeline=2", "parallel.expert=2"]),
     "ahead_norm_cp2_ep2": (2, [*AHEAD, "model.mtp.reads=norm", "parallel.context=2", "parallel.expert=2"]),
+    "ahead_muon_solo": (1, [*UNTIED, "optimizer.kind=muon"]),
+    "ahead_muon_pp2_cp2": (4, [*UNTIED, "optimizer.kind=muon", "parallel.pipeline=2", "parallel.context=2"]),
     "ahead_untied_solo": (1, UNTIED),
     "ahead_untied_pp2": (2, [*UNTIED, "parallel.pipeline=2"]),
     "ahead_untied_tp2_pp2": (4, [*UNTIED, "parallel.tensor=2", "parallel.pipeline=2"]),
