@@ -19,6 +19,7 @@ RUNS = {
     "alone": (1, []),
     "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"]),
     "pp2_cp2": (4, ["parallel.pipeline=2", "parallel.context=2"]),
+    "fp32_pp2": (2, ["parallel.pipeline=2", "training.precision=fp32"]),  # files have no float64
 }
 STEPS = 4
 

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.xdist_group("branches")
 STEPS = 12
 RUN = [
     *("data.kind=mixture", "data.sequence_length=16", "data.mask_first_token=true", "model.vocab_size=320"),
-    *("model.pattern=M*ME", "model.attention.heads=4", "model.mtp.pattern=*E", "model.mtp.loss=0.5", "model.eod_reset=0"),
-    *("training.precision=fp64", "training.ema=0.9", "optimizer.weight_decay=0.1", f"training.steps={STEPS}"),
+    *("model.pattern=M*ME", "model.attention.heads=4", "model.mtp.pattern=*E", "model.mtp.loss=0.5"),
+    *("training.precision=fp64", "training.ema=0.9", f"training.steps={STEPS}", "model.eod_reset=0"),
     *("training.global_batch=8", "training.micro_batch=2", "training.evaluate_every=3", "training.evaluate_batches=2"),
     *("checkpoint.every=3", "checkpoint.asynchronous=false", "checkpoint.export_every=0", "parallel.expert=1"),
 ]

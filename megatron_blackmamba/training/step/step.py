@@ -223,7 +223,8 @@ class Step:
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        return model(batch["tokens"], batch["labels"], batch.get("before"), batch.get("after")), partial(self._loss, batch)
+        around = (batch.get(side) for side in ("before", "after"))
+        return model(batch["tokens"], batch["labels"], *around), partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BS = batch["loss_mask"]
