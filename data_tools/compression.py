@@ -3,8 +3,6 @@
 The `pieces` of a format yield at most PIECE_BYTES at a time, and return the input behind the end of a member.
 """
 
-import bz2
-import lzma
 import re
 import zlib
 from collections.abc import Callable, Generator
@@ -56,11 +54,29 @@ def _lz4() -> Any:
     try:
         from lz4.frame import LZ4FrameDecompressor
     except ImportError:
-        raise InputError(
-            "reading lz4 files needs the Python package lz4: `pip install lz4`, or pipe: "
-            "`lz4 -dc FILE | blackmamba data tokenize - OUT_DIR ...`"
-        ) from None
+        raise _unread("lz4", "the Python package lz4: `pip install lz4`") from None
     return LZ4FrameDecompressor()
+
+
+def _bzip2() -> Any:
+    try:
+        from bz2 import BZ2Decompressor
+    except ImportError:
+        raise _unread("bzip2", "a Python that was built with it") from None
+    return BZ2Decompressor()
+
+
+def _xz() -> Any:
+    try:
+        from lzma import FORMAT_XZ, LZMADecompressor
+    except ImportError:
+        raise _unread("xz", "a Python that was built with it") from None
+    return LZMADecompressor(FORMAT_XZ)
+
+
+def _unread(tool: str, needs: str) -> InputError:
+    pipe = f"`{tool} -dc FILE | blackmamba data tokenize - OUT_DIR ...`"
+    return InputError(f"reading {tool} files needs {needs}, or pipe: {pipe}")
 
 
 def _pieces_within_limit(inner: Any, block: bytes) -> Pieces:
@@ -90,8 +106,8 @@ KINDS = (
     Compression(  # a file may begin with a frame to skip
         "zstd", "zstd frame", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", _zstd, _pieces_of_zstd
     ),
-    Compression("bzip2", "bzip2 stream", (".bz2",), rb"BZh.(1AY&|\x17\x72\x45\x38)", bz2.BZ2Decompressor),
-    Compression("xz", "xz stream", (".xz",), rb"\xfd7zXZ\x00", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ)),
+    Compression("bzip2", "bzip2 stream", (".bz2",), rb"BZh.(1AY&|\x17\x72\x45\x38)", _bzip2),
+    Compression("xz", "xz stream", (".xz",), rb"\xfd7zXZ\x00", _xz),
     Compression("lz4", "lz4 frame", (".lz4",), rb"\x04\x22\x4d\x18", _lz4),
 )
 SUFFIXES = tuple(suffix for kind in KINDS for suffix in kind.suffixes)

@@ -1,5 +1,6 @@
 """The command line `blackmamba <verb>`. Every verb imports its dependencies when it runs, so --help is instant."""
 
+import io
 import os
 import shlex
 import sys
@@ -467,6 +468,8 @@ def main() -> None:
     """Run the command line; an error that the user can fix ends with one message and exit code 2, not a traceback."""
     import logging
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without "−" gets "?"
     # torch warns about a CUDA toolkit without a GPU, once per process; `blackmamba doctor` reports it instead
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:

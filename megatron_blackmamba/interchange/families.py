@@ -23,6 +23,6 @@ def listed(last: str) -> str:
 
 def named(command: F) -> F:
     """Fill `{or_families}` and `{and_families}` in the help text of a command."""
-    assert command.__doc__
-    command.__doc__ = command.__doc__.replace("{or_families}", listed("or")).replace("{and_families}", listed("and"))
+    text = command.__doc__ or ""  # none with PYTHONOPTIMIZE=2
+    command.__doc__ = text.replace("{or_families}", listed("or")).replace("{and_families}", listed("and"))
     return command

@@ -46,6 +46,19 @@ def test_run_names_the_module_that_its_layers_need(tmp_path):
     assert "code of my_layers has changed since step 1\n" in resumed.stdout, resumed.stdout + resumed.stderr
 
 
+def test_locales_without_a_letter_get_another():
+    """A table has "–" and "→", which Latin-1 lacks: such a locale must not end a command."""
+    command = [sys.executable, "-m", "megatron_blackmamba", "plan", "tiny"]
+    done = subprocess.run(command, env=environment(PYTHONIOENCODING="latin-1"), capture_output=True, encoding="latin-1")
+    assert (done.returncode, done.stderr) == (0, "") and "?" in done.stdout
+
+
+def test_commands_work_without_docstrings():
+    command = [sys.executable, "-m", "megatron_blackmamba", "config", "tiny"]
+    done = subprocess.run(command, env=environment(PYTHONOPTIMIZE="2"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "content", "said"),
     [

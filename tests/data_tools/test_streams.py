@@ -134,11 +134,21 @@ def test_lz4_is_read_where_its_package_is_installed(tmp_path):
         list(stream.blocks())
 
 
-def test_without_its_package_lz4_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lz4.frame", None)
-    (tmp_path / "a.lz4").write_bytes(b"\x04\x22\x4d\x18and more")
-    with pytest.raises(InputError, match="pip install lz4"), InputStream(tmp_path / "a.lz4") as stream:
+@pytest.mark.parametrize(
+    ("module", "content", "said"),
+    [
+        ("lz4.frame", b"\x04\x22\x4d\x18and more", "pip install lz4"),
+        ("bz2", bz2.compress(b"one"), "a Python that was built with it, or pipe: `bzip2 -dc"),
+        ("lzma", lzma.compress(b"one"), "a Python that was built with it, or pipe: `xz -dc"),
+    ],
+)
+def test_without_its_module_a_format_says_what_to_do(tmp_path, monkeypatch, module, content, said):
+    """Python itself may lack bz2 and lzma, where it was built without their headers."""
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(InputError, match=said), InputStream(tmp_path / "a") as stream:
         list(stream.blocks())
+
 
 
 SHORT_OF_MEMORY = """

@@ -19,6 +19,7 @@ POINTS = {
     "trend_gpu": "trend_gpu",
     "confirm": "confirm",
     "mixers": "mixers",
+    "muon": "muon",
 }
 """File of points → its study."""
 SOURCES = {
@@ -27,7 +28,7 @@ SOURCES = {
     "trend_gpu.md": ["trend_gpu"],
     "trend_router.md": ["trend"],
     "confirm.md": ["trend", "confirm"],
-    "study.md": ["mixers"],
+    "mixers.md": ["mixers"],
 }
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?: ± \d+\.\d+)?(?![\w.]|MB)")
 """A number with decimals, with its interval; none that is a size or a version."""
@@ -55,8 +56,8 @@ def claims(page):
     text = ((ROOT if page == "README.md" else DOCS) / page).read_text()
     if page == "README.md":
         text = text.split("## Result\n")[1].split("\n## ")[0]
-    if page == "study.md":
-        text = text.split("## Mamba, Mamba-2 and Mamba-3\n")[1]
+    if page == "mixers.md":
+        text = text.split("## The comparisons\n")[0]
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
 
 
@@ -83,14 +84,17 @@ def test_pages_name_the_command_that_prints(page):
         )
 
 
-def test_state_of_confirmation_is_that_of_its_points(printed):
-    """The page says how many points there are, and what the declared comparisons say of them."""
-    first, *said = [
-        line for line in printed("confirm").splitlines() if "points are finished" in line or "Declared" in line
-    ]
+@pytest.mark.parametrize("name", ["confirm", "mixers", "muon"])
+def test_state_is_that_of_the_points(name, printed):
+    """The page says how many points there are."""
+    first = next(line for line in printed(name).splitlines() if "points are finished" in line)
+    assert first.partition(" planned")[0] in " ".join((DOCS / f"{name}.md").read_text().split())
+
+
+def test_confirmation_says_what_was_declared(printed):
+    said = [line.removeprefix("Declared: ") for line in printed("confirm").splitlines() if "Declared" in line]
     page = " ".join((DOCS / "confirm.md").read_text().split())
-    assert first.partition(" planned")[0] in page
-    assert len(said) == 2 and all(line.removeprefix("Declared: ") in page for line in said)
+    assert len(said) == 2 and all(line in page for line in said)
 
 
 def seeds_of(cell):
