@@ -193,7 +193,7 @@ def _refuse_none(planned: Plan, out_dir: Path, remote: RemoteFolder | None) -> N
     if hold_out:
         raise InputError(
             f"{out_dir}: no document for {hold_out.side}: the corpus is too small for this --hold-out."
-            " Choose another share"
+            f" Take a {'larger' if hold_out.side == 'validation' else 'smaller'} share, with --overwrite"
         )
     raise InputError(
         f"{out_dir}: no document has as many tokens as --min-tokens and --max-tokens ask for. Choose other limits"

@@ -468,8 +468,8 @@ def main() -> None:
     """Run the command line; an error that the user can fix ends with one message and exit code 2, not a traceback."""
     import logging
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a locale without "−" gets "?"
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
+        sys.stdout.reconfigure(errors="replace")  # "?" for what a locale lacks, such as "−"
     # torch warns about a CUDA toolkit without a GPU, once per process; `blackmamba doctor` reports it instead
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:

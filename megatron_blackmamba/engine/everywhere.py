@@ -46,11 +46,11 @@ def clipping() -> None:
 
 
 def norm_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all tensors in fp32, the same bits whether numbers are stored in bf16 or in fp32."""
+    """Return the norm of all tensors in at least fp32, the same bits whether they are stored in bf16 or in fp32."""
     norms: list[Any] = [None] * len(tensors)
     for dtype in {x.dtype for x in tensors}:  # one call takes one type
         places = [place for place, x in enumerate(tensors) if x.dtype == dtype]
-        found = torch._foreach_norm([tensors[place] for place in places], 2, torch.float32)
+        found = torch._foreach_norm([tensors[place] for place in places], 2, torch.promote_types(dtype, torch.float32))
         for place, norm in zip(places, found, strict=True):
             norms[place] = norm
     return torch.linalg.vector_norm(torch.stack(norms))

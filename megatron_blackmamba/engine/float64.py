@@ -1,11 +1,10 @@
 """Keep float64 models in float64 where megatron-core rounds to fp32.
 
 Training in float64 exists to compare layouts on CPUs. megatron-core hard-codes fp32 for the gradients given to the
-optimizer, their norm, the optimizer's checkpoint, the router's scores, and the loss. Every function here checks the
+optimizer, the optimizer's checkpoint, the router's scores, and the loss. Every function here checks the
 model's precision first; other models take megatron-core's own path.
 """
 
-import math
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.engine.checked import private, replace, torch_with
@@ -22,7 +20,7 @@ from megatron_blackmamba.engine.checked import private, replace, torch_with
 
 def apply() -> None:
     """Replace the methods that round."""
-    from megatron.core.optimizer import distrib_optimizer, optimizer
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy
     from megatron.core.transformer.moe import moe_utils, router
 
@@ -35,8 +33,6 @@ def apply() -> None:
             load(*args)
 
     _in_float64(distributed, "load_state_dict", load_float64)
-    for kind in (optimizer.MegatronOptimizer, optimizer.ChainedOptimizer):
-        _in_float64(kind, "get_grad_norm", _gradient_norm)
     for name in ("topk_routing_with_score_function", "compute_routing_scores_for_aux_loss"):
         replace(router, name, _of_float64_logits(moe_utils, private(moe_utils, name)))
     replace(VocabParallelCrossEntropy, "calculate_logits_max", staticmethod(_logits_max))
@@ -83,19 +79,6 @@ def _of_float64_logits(module: types.ModuleType, original: Callable) -> Callable
             return original(logits, *args, **kwargs)
 
     return run
-
-
-def _gradient_norm(self: Any) -> float:
-    """Return the norm over all ranks and all optimizers of a chain."""
-    squares = 0.0
-    for part in getattr(self, "chained_optimizers", [self]):
-        here = torch.zeros((), dtype=torch.float64)
-        named_anew = getattr(part, "get_grads_for_grad_norm", None)  # in megatron-core 0.19
-        for gradient in (named_anew or part.get_main_grads_for_grad_norm)():
-            here += gradient.square().sum()
-        dist.all_reduce(here, group=part.get_grad_stats_parallel_group())
-        squares += float(here)
-    return math.sqrt(squares)
 
 
 def _logits_max(logits_SBV: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,10 @@ Tensor-parallel ranks gather the whole matrix and all compute its update, which 
 Matrices are the parts of weights that kinds declare (`layers/rows.py`). All other weights are updated by Adam.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,10 @@ MOMENTUM = "momentum_buffer"
 
 Range = tuple[int, int]
 """First element of a flat weight, and the one after the last."""
+Run = tuple[int, int, int]
+"""The number of a weight, and a range of its elements."""
+Kind = tuple[int, int, int | None, float]
+"""Rows, columns, axis and scale of matrices that are multiplied at once."""
 
 
 class Matrix(NamedTuple):
@@ -45,6 +50,10 @@ class Matrix(NamedTuple):
     @property
     def rows(self) -> int:
         return sum(end - start for start, end in self.ranges) // self.columns
+
+    @property
+    def kind(self) -> Kind:
+        return (self.rows, self.columns, self.axis, self.scale)
 
     def within(self, owned: Range) -> list[Range]:
         """Return the ranges of the matrix in a range of the weight."""
@@ -87,6 +96,37 @@ class Piece:
     def sizes(self) -> list[int]:
         return [sum(end - start for start, end in ranges) for ranges in self.by_rank]
 
+    def runs(self, rank: int) -> list[Run]:
+        return [(self.weight, *range_) for range_ in self.by_rank[rank]]
+
+
+class Order(NamedTuple):
+    """Runs of a flat tensor, joined anew in another order."""
+
+    sizes: list[int]
+    """Of the runs, as they lie."""
+    places: list[int]
+    """Of the run that comes first, of the second one, …"""
+
+    @classmethod
+    def between(cls, given: list[Run], wanted: list[Run]) -> "Order":
+        """Return how to bring the same runs into another order; those that stay neighbours move as one."""
+        place_of = {run: place for place, run in enumerate(given)}
+        moved = [place_of[run] for run in wanted]
+        heads = sorted(place for i, place in enumerate(moved) if i == 0 or place != moved[i - 1] + 1)
+        joined = [given[here:after] for here, after in pairwise([*heads, len(given)])]
+        number = {place: i for i, place in enumerate(heads)}
+        sizes = [sum(end - start for _, start, end in runs) for runs in joined]
+        return cls(sizes, [number[place] for place in moved if place in number])
+
+    def there(self, flat: Tensor) -> Tensor:
+        runs = flat.split(self.sizes)
+        return torch.cat([runs[place] for place in self.places]) if len(runs) > 1 else flat
+
+    def back(self, flat: Tensor) -> Tensor:
+        places = sorted(range(len(self.places)), key=self.places.__getitem__)
+        return Order([self.sizes[place] for place in self.places], places).there(flat)
+
 
 class Shared(NamedTuple):
     """A weight that is updated here: this rank's range of it, and its matrices."""
@@ -96,6 +136,42 @@ class Shared(NamedTuple):
     owned: list[Range]
     """Of all data-parallel ranks."""
     matrices: list[Matrix]
+
+
+class Batch(NamedTuple):
+    """Matrices that are updated at once: which values go where, and back."""
+
+    shards: list[Tensor]
+    """This rank's ranges of weights."""
+    to_owners: Order
+    """From the shards to what is sent."""
+    sent: list[int]
+    """Elements to each rank."""
+    received: list[int]
+    to_matrices: Order
+    """From what is received to the stacks."""
+    stacks: dict[Kind, int]
+    """The elements of this rank's matrices of each kind, one matrix behind the other."""
+
+    @classmethod
+    def of(cls, pieces: list[Piece], shared: Sequence[Shared], ranks: int, here: int) -> "Batch":
+        """Plan the exchange of one rank; all of them sort the pieces alike."""
+        pieces, everyone = sorted(pieces, key=lambda piece: (piece.owner, str(piece.matrix.kind))), range(ranks)
+        mine = [piece for piece in pieces if piece.owner == here]
+        sent = [run for piece in pieces for run in piece.runs(here)]
+        received = [run for rank in everyone for piece in mine for run in piece.runs(rank)]
+        whole = [run for piece in mine for rank in everyone for run in piece.runs(rank)]
+        stacks = Counter[Kind]()
+        for piece in mine:
+            stacks[piece.matrix.kind] += sum(piece.sizes)
+        return cls(
+            [shard for number in sorted({run[0] for run in sent}) if (shard := shared[number].shard) is not None],
+            Order.between(sorted(sent), sent),
+            [sum(piece.sizes[here] for piece in pieces if piece.owner == rank) for rank in everyone],
+            [sum(piece.sizes[rank] for piece in mine) for rank in everyone],
+            Order.between(received, whole),
+            stacks,
+        )
 
 
 class Heads(NamedTuple):
@@ -121,35 +197,22 @@ class Muon(Adam):
         self.heads: list[Heads] = []
         self.ranks: Any = None
         self.tensor_ranks: Any = None
-        self.shared: list[Shared] = []
         self._matrices: set[Tensor] = set()
         self._empty = torch.empty(0)
         """Of the type and on the device of what is exchanged."""
-        self._batches: list[list[Piece]] = []
+        self._batches: list[Batch] = []
 
     fused = False
 
     def share(self, weights: Iterable[Shared], ranks: Any, tensor_ranks: Any, empty: Tensor) -> None:
         """Take over the weights with matrices, in the order that all ranks of both groups have."""
-        self.shared, self.ranks, self.tensor_ranks, self._empty = list(weights), ranks, tensor_ranks, empty
-        self._matrices = {weight.shard for weight in self.shared if weight.shard is not None}
-        self._batches = list(self._in_batches())
+        self.ranks, self.tensor_ranks, self._empty, shared = ranks, tensor_ranks, empty, list(weights)
+        self._batches = [Batch.of(pieces, shared, ranks.size(), ranks.rank()) for pieces in in_batches(shared)]
+        self._matrices = {shard for batch in self._batches for shard in batch.shards}
 
     def clip_heads(self, heads: list[Heads], cap: float) -> None:
         """Shrink queries and keys of heads with larger logits than the cap, after each update."""
         self.heads, self.cap = heads, cap
-
-    def _in_batches(self) -> Iterator[list[Piece]]:
-        """Yield the matrices that are updated at a time, each with an owner."""
-        size, batch = 0, []
-        for number, weight in enumerate(self.shared):
-            batch += [Piece(number, m, [m.within(owned) for owned in weight.owned]) for m in weight.matrices]
-            size += sum(end - start for start, end in weight.owned)
-            if size >= AT_ONCE:
-                yield assigned(batch, len(weight.owned))
-                size, batch = 0, []
-        if batch:
-            yield assigned(batch, len(self.shared[0].owned))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state; megatron-core fills in two moments for every weight that has none yet."""
@@ -165,14 +228,11 @@ class Muon(Adam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        groups = {weight: group for group in self.param_groups for weight in group["params"]}
+        group_of = {weight: group for group in self.param_groups for weight in group["params"]}
         for batch in self._batches:
-            numbers = sorted({piece.weight for piece in batch})
-            ahead = {n: self._moved(w, groups[w]) for n in numbers if (w := self.shared[n].shard) is not None}
-            for number, update in self._updates(batch, ahead).items():
-                shard = self.shared[number].shard
-                assert shard is not None
-                group = groups[shard]
+            groups = [group_of[shard] for shard in batch.shards]
+            updates = self._updates(batch, self._ahead(batch.shards, groups))
+            for shard, group, update in zip(batch.shards, groups, updates, strict=True):
                 shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
         if self.heads:
             self._clip()
@@ -205,114 +265,70 @@ class Muon(Adam):
         """Update by Adam what is no matrix."""
         super()._update({**group, "params": [p for p in group["params"] if p not in self._matrices]})
 
-    def _moved(self, shard: Tensor, group: dict[str, Any]) -> Tensor:
-        """Move the momentum of a shard, and return where it will be after one more such gradient (Nesterov)."""
-        state, gradient = self.state[shard], self._read(shard)
-        kept = state.get(MOMENTUM, torch.zeros_like(shard))
-        kept = state[MOMENTUM] = kept.to(self.moments or shard.dtype)  # others may have added it
-        momentum = kept.to(shard.dtype).lerp(gradient, 1 - self.momentum)
+    def _ahead(self, shards: list[Tensor], groups: list[dict[str, Any]]) -> list[Tensor]:
+        """Move the momenta of shards, and return where they will be after one more such gradient (Nesterov)."""
+        gradients = [self._read(shard) for shard in shards]
+        kept = [self._momentum(shard) for shard in shards]
+        momenta = [before.to(shard.dtype, copy=True) for before, shard in zip(kept, shards, strict=True)]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         if self.moments:
-            bits = rounding.random_bits(kept, kept, shard, rounding.seed_of(group["step"]))
-            kept.copy_(rounding.to_bf16(momentum, bits))
+            for before, momentum, shard, group in zip(kept, momenta, shards, groups, strict=True):
+                bits = rounding.random_bits(before, before, shard, rounding.seed_of(group["step"]))
+                before.copy_(rounding.to_bf16(momentum, bits))
         else:
-            kept.copy_(momentum)
-        return momentum.lerp_(gradient, 1 - self.momentum)
+            torch._foreach_copy_(kept, momenta)
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        return momenta
 
-    def _updates(self, batch: list[Piece], ahead: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the update of each shard of a batch, of where its momentum will be."""
-        here = self.ranks.rank()
-        parts = {id(piece): self._cut(piece, ahead) for piece in batch}
-        mine = [piece for piece in batch if piece.owner == here]
-        collected = self._exchanged(batch, mine, parts)
-        updates = self._orthogonal(mine, collected)
-        returned = self._exchanged_back(batch, mine, updates)
-        found = {number: torch.zeros_like(values) for number, values in ahead.items()}
-        for piece in batch:
-            self._paste(piece, returned[id(piece)], found)
-        return found
+    def _momentum(self, shard: Tensor) -> Tensor:
+        """Return the momentum of a shard in its precision; others may have added it."""
+        state, precision = self.state[shard], self.moments or shard.dtype
+        before = state[MOMENTUM] if MOMENTUM in state else torch.zeros_like(shard)
+        state[MOMENTUM] = before.to(precision)
+        return state[MOMENTUM]
 
-    def _cut(self, piece: Piece, values: dict[int, Tensor]) -> Tensor | None:
-        """Return this rank's elements of a matrix, one behind the other."""
-        ranges = piece.by_rank[self.ranks.rank()]
-        if not ranges:
-            return None
-        first, flat = self.shared[piece.weight].owned[self.ranks.rank()][0], values[piece.weight].view(-1)
-        return torch.cat([flat[start - first : end - first] for start, end in ranges])
+    def _updates(self, batch: Batch, ahead: list[Tensor]) -> list[Tensor]:
+        """Return the updates of the shards of a batch, of where their momenta will be."""
+        flat = torch.cat([self._empty, *(values.view(-1) for values in ahead)])
+        flat = self._exchanged(batch.to_owners.there(flat), batch.sent, batch.received)
+        flat = batch.to_matrices.there(flat)
+        stacks = zip(batch.stacks, flat.split([*batch.stacks.values()]), strict=True)
+        made = [self._orthogonal(values, *kind) for kind, values in stacks]
+        flat = batch.to_matrices.back(torch.cat([self._empty, *made]))
+        flat = self._exchanged(flat, batch.received, batch.sent)
+        parts = batch.to_owners.back(flat).split([values.numel() for values in ahead])
+        return [part.view_as(values) for part, values in zip(parts, ahead, strict=True)]
 
-    def _paste(self, piece: Piece, part: Tensor | None, values: dict[int, Tensor]) -> None:
-        if part is None:
-            return
-        first, flat = self.shared[piece.weight].owned[self.ranks.rank()][0], values[piece.weight].view(-1)
-        at = 0
-        for start, end in piece.by_rank[self.ranks.rank()]:
-            flat[start - first : end - first] = part[at : at + end - start]
-            at += end - start
-
-    def _exchanged(self, batch: list[Piece], mine: list[Piece], parts: dict[int, Any]) -> dict[int, Tensor]:
-        """Send the parts of matrices to their owners; return the whole ones of this rank, by `id` of the piece."""
-        ranks = self.ranks.size()
-        sent = [[parts[id(p)] for p in batch if p.owner == r and parts[id(p)] is not None] for r in range(ranks)]
-        sizes = [sum(piece.sizes[r] for piece in mine) for r in range(ranks)]
-        received = self._all_to_all([part for of_rank in sent for part in of_rank], [_sum(s) for s in sent], sizes)
-        places, whole = [0] * ranks, {}
-        for piece in mine:
-            from_ranks = []
-            for r, size in enumerate(piece.sizes):
-                from_ranks.append(received[r][places[r] : places[r] + size])
-                places[r] += size
-            whole[id(piece)] = torch.cat(from_ranks)
-        return whole
-
-    def _exchanged_back(self, batch: list[Piece], mine: list[Piece], updates: dict[int, Tensor]) -> dict[int, Any]:
-        """Send the updates of this rank's matrices to where their parts are; return this rank's parts."""
-        ranks, here = self.ranks.size(), self.ranks.rank()
-        cut = {id(piece): updates[id(piece)].split(piece.sizes) for piece in mine}
-        sent = [cut[id(piece)][r] for r in range(ranks) for piece in mine]
-        sizes = [sum(piece.sizes[r] for piece in mine) for r in range(ranks)]
-        back = [sum(piece.sizes[here] for piece in batch if piece.owner == r) for r in range(ranks)]
-        received, places, found = self._all_to_all(sent, sizes, back), [0] * ranks, {}
-        for piece in batch:
-            size, r = piece.sizes[here], piece.owner
-            found[id(piece)] = received[r][places[r] : places[r] + size] if size else None
-            places[r] += size
-        return found
-
-    def _all_to_all(self, parts: list[Tensor], sent: list[int], received: list[int]) -> Sequence[Tensor]:
+    def _exchanged(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Exchange flat values: `sent` and `received` of each rank. A rank alone keeps its own."""
-        flat = torch.cat([self._empty, *parts])
         if self.ranks.size() == 1:
-            return [flat]
+            return flat
         result = flat.new_empty(sum(received))
         dist.all_to_all_single(result, flat, received, sent, group=self.ranks)
-        return result.split(received)
+        return result
 
-    def _orthogonal(self, mine: list[Piece], whole: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Return the scaled orthogonal matrices, as flat as given; those of one shape are multiplied at once."""
-        alike: dict[tuple[int, int, int | None, float], list[Piece]] = defaultdict(list)
-        for piece in mine:
-            shape = (piece.matrix.rows, *piece.matrix[1:])
-            alike[shape].append(piece)
-        found: dict[int, Tensor] = {}
-        for (rows, columns, axis, scale), pieces in alike.items():
-            x_NRC = torch.stack([whole[id(piece)].view(rows, columns) for piece in pieces])
-            update_NRC = self._whole_update(x_NRC, axis, scale)
-            found |= {id(piece): update.flatten() for piece, update in zip(pieces, update_NRC, strict=True)}
-        return found
-
-    def _whole_update(self, x_NRC: Tensor, axis: int | None, scale: float) -> Tensor:
+    def _orthogonal(self, flat: Tensor, rows: int, columns: int, axis: int | None, scale: float) -> Tensor:
         """Gather matrices over the tensor-parallel ranks, and return this rank's part of their updates."""
+        x_NRC = flat.view(-1, rows, columns)
         group, ranks = self.tensor_ranks, 1 if axis is None else self.tensor_ranks.size()
         along = 1 + (axis or 0)
         if ranks > 1:
             parts = [torch.empty_like(x_NRC) for _ in range(ranks)]
-            dist.all_gather(parts, x_NRC.contiguous(), group)
+            dist.all_gather(parts, x_NRC, group)
             x_NRC = torch.cat(parts, along)
-        update_NRC = SCALE * scale * max(x_NRC.shape[1:]) ** 0.5 * orthogonal(x_NRC, self.steps)
-        return update_NRC.chunk(ranks, along)[group.rank()] if ranks > 1 else update_NRC
+        update_NRC = orthogonal(x_NRC, self.steps).mul_(SCALE * scale * max(x_NRC.shape[1:]) ** 0.5)
+        return (update_NRC.chunk(ranks, along)[group.rank()] if ranks > 1 else update_NRC).flatten()
 
 
-def _sum(parts: list[Tensor]) -> int:
-    return sum(part.numel() for part in parts)
+def in_batches(shared: Sequence[Shared]) -> Iterator[list[Piece]]:
+    """Yield the matrices that are updated at a time, each with an owner."""
+    size, batch = 0, []
+    for number, weight in enumerate(shared):
+        batch += [Piece(number, m, [m.within(owned) for owned in weight.owned]) for m in weight.matrices]
+        size += sum(end - start for start, end in weight.owned)
+        if size >= AT_ONCE or weight is shared[-1]:
+            yield assigned(batch, len(weight.owned))
+            size, batch = 0, []
 
 
 def assigned(batch: list[Piece], ranks: int) -> list[Piece]:

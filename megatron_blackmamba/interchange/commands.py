@@ -264,7 +264,7 @@ def import_hf(
         from megatron_blackmamba.formats import atomic
 
         atomic.write_text(out, model_to_yaml(config_of_export(source)))
-        print(f"{out}: name it after a run's file, as in blackmamba plan RUN {out}")
+        print(f"{out}: pass it behind a run's file, as in blackmamba plan RUN {out}")
         return
     source = local_folder(source)
     model = _with_tokenizer(open_export(source), tokenizer)
@@ -470,7 +470,8 @@ def _run(
         print(json.dumps({"out": str(out), "source": model.source, "parity": parity, **said}, indent=2))
         return
     print(f"{out}: {model.parameters:,} parameters from {model.source}")
-    print(f"compared with the source: {comparison}" if comparison else "not compared with the source")
+    reason = ": nothing here reads the format" if conversion.__name__ == "to_gguf" else ""
+    print(f"compared with the source: {comparison}" if comparison else f"not compared with the source{reason}")
 
 
 def _held(model: Any, native: bool = False) -> Any:

@@ -1,5 +1,7 @@
 """The plan for people: tables on a terminal, plain text in a file."""
 
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -78,7 +80,18 @@ def warnings(plan: Plan) -> list[str]:
             f"the update takes {share:.1%} of a step: a larger training.global_batch, or more data-parallel ranks,"
             " make it a smaller part."
         )
-    return [warning for warning in found if warning]
+    return [warning for warning in [*found, *_of_rate(plan)] if warning]
+
+
+def _of_rate(plan: Plan) -> Iterator[str]:
+    config, optimizer = plan.config, plan.config.optimizer
+    if optimizer.min_learning_rate == optimizer.learning_rate and optimizer.decay != "constant":
+        yield (
+            f"optimizer.min_learning_rate is the learning rate itself, {optimizer.learning_rate:g}, so it never decays: "
+            "set a smaller one."
+        )
+    if config.start.from_ is not None and not plan.begins.trunk and not config.warmup_steps:
+        yield "start.from begins with a new optimizer at the full learning rate: set optimizer.warmup_tokens."
 
 
 def _grid(title: str, *columns: str) -> Table:

@@ -17,7 +17,7 @@ def answer(runs: Sequence[Compared]) -> list[str]:
     bits = several_tokenizers(runs)
     losses = {axis: _losses(runs, axis, bits) for axis in ("tokens", "flops")}
     what, known = losses["tokens"]
-    if not what or not all(map(math.isfinite, known)):
+    if not what:
         return ["No loss that all runs have can be compared: validate them on the same text."]
     best, *others = sorted(range(len(runs)), key=lambda i: known[i])
     said = [_sentence(runs, best, other, what, losses) for other in others]
@@ -25,14 +25,18 @@ def answer(runs: Sequence[Compared]) -> list[str]:
 
 
 def _losses(runs: Sequence[Compared], axis: str, bits: bool) -> tuple[str, list[float]]:
-    """Return what is compared, and each run's value where the shortest ends; nothing without a common one."""
+    """Return what is compared, and each run's value where the shortest ends; nothing where a run has none.
+
+    The FLOPs of layers and routers from outside are unknown without their module.
+    """
     end = common_end(runs, axis)
     if not math.isfinite(end):
         return "", []
     validated = [run.validation_at(axis, run.validated_near(axis, end, bits), bits) for run in runs]
     if all(map(math.isfinite, validated)):
         return "bits per byte" if bits else "validation loss", validated
-    return ("", []) if bits else ("training loss", [run.averaged_loss(axis, end)[0] for run in runs])
+    averaged = [run.averaged_loss(axis, end)[0] for run in runs]
+    return ("", []) if bits or not all(map(math.isfinite, averaged)) else ("training loss", averaged)
 
 
 def _sentence(

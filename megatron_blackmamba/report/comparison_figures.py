@@ -265,7 +265,7 @@ def _tokenizer(history: History) -> str | None:
 
 def common_end(runs: Sequence[Compared], axis: str) -> float:
     """Return the last place on an axis that every run has reached."""
-    return min(float(run.along(axis, run.tokens.step[-1:])[0]) for run in runs)
+    return float(np.min([run.along(axis, run.tokens.step[-1:])[0] for run in runs]))  # nan if one has none
 
 
 def paired(first: Evaluation, second: Evaluation, seed: int = 0) -> list[Difference]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
-from megatron_blackmamba.config.load import config_folder, keys
+from megatron_blackmamba.config.load import config_folder, keys, load
 from megatron_blackmamba.settings import Section, file_kinds
 from megatron_blackmamba.settings.yaml_files import read_yaml
 
@@ -177,6 +177,7 @@ class StudyConfig(Section):
     """Seeds whose routers are looked at. Empty: the first of `seeds`."""
     seeds: list[int] = Field([1, 2, 3], min_length=1)
     tuning: TuningConfig
+    """Where the file has none: the learning rate of `base` and `set`, for every variant."""
     ablations: dict[str, AblationConfig] = Field({})
 
     @model_validator(mode="before")
@@ -188,6 +189,20 @@ class StudyConfig(Section):
         moved = {"vocabulary": "vocabulary", "corpus_megabytes": "megabytes"}
         corpus = {new: content[old] for old, new in moved.items() if old in content} | content.get("corpus", {})
         return {key: value for key, value in content.items() if key not in moved} | {"corpus": corpus}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_base(cls, content: Any) -> Any:
+        """Take the learning rate of the base where nothing is tuned."""
+        try:
+            size = next(iter(content["tokens"]))
+            first = next(iter(content["variants"].values()))[size]
+        except (TypeError, KeyError, AttributeError, StopIteration):  # what is missing has a message of its own
+            return content
+        if "tuning" in content:
+            return content
+        run = load(content.get("base", []), as_overrides(content.get("set", {}), first))
+        return content | {"tuning": {"size": size, "learning_rates": [run.optimizer.learning_rate]}}
 
     @model_validator(mode="after")
     def _sizes_match(self) -> "StudyConfig":

@@ -150,7 +150,6 @@ def test_without_its_module_a_format_says_what_to_do(tmp_path, monkeypatch, modu
         list(stream.blocks())
 
 
-
 SHORT_OF_MEMORY = """
 import resource, sys
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions

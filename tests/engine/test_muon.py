@@ -93,9 +93,11 @@ def place():
 
 
 @pytest.mark.parametrize(
-    "precision, tolerance, matrices", [("fp64", 1e-12, "parts"), ("fp64", 1e-12, "whole"), ("fp32", 2e-5, "parts")]
+    "precision, tolerance, matrices, at_once",
+    [("fp64", 1e-12, "parts", 1000), ("fp64", 1e-12, "whole", 2**27), ("fp32", 2e-5, "parts", 2**27)],
 )
-def test_update_matches_float64_reference(place, precision, tolerance, matrices):
+def test_update_matches_float64_reference(place, monkeypatch, precision, tolerance, matrices, at_once):
+    monkeypatch.setattr(engine, "AT_ONCE", at_once)
     config = load("tiny", [*RUN, f"training.precision={precision}", f"optimizer.matrices={matrices}"])
     trainable = make_trainable(config, model.build(config, place), place)
     weights = {short(name): p for name, p in trainable.model.named_parameters()}
@@ -135,3 +137,13 @@ def test_matrices_go_to_the_ranks_with_least_work():
     halves, left = [[(0, 32)], [(32, 64)]], [[(0, 64)], []]
     pieces = engine.assigned([engine.Piece(n, matrix, by) for n, by in enumerate([halves, left, halves, halves])], 2)
     assert [piece.owner for piece in pieces] == [1, 0, 0, 1]
+
+
+def test_runs_that_stay_neighbours_move_as_one():
+    a, b, c, d = (0, 0, 2), (0, 2, 3), (1, 0, 4), (1, 4, 5)
+    order, flat = engine.Order.between([a, b, c, d], [c, d, a, b]), torch.arange(8)
+    assert order.sizes == [3, 5]
+    assert order.there(flat).tolist() == [3, 4, 5, 6, 7, 0, 1, 2]
+    mixed = engine.Order.between([a, b, c, d], [b, d, a, c])
+    assert mixed.there(flat).tolist() == [2, 7, 0, 1, 3, 4, 5, 6]
+    assert mixed.back(mixed.there(flat)).tolist() == flat.tolist()

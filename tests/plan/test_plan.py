@@ -436,3 +436,14 @@ def test_a_long_update_is_remarked_on():
     words = ["training.global_batch=8", "training.micro_batch=1", "optimizer.kind=muon"]
     plans = [estimate.make_plan(load("blackmamba_1.5b", words[:n]), Asked(1, 8, H100)) for n in (2, 3)]
     assert ["the update takes" in " ".join(table.warnings(planned)) for planned in plans] == [False, True]
+
+
+def test_flat_and_sudden_rates_give_warnings():
+    words = ["optimizer.min_learning_rate=2e-5", "optimizer.warmup_tokens=0", "training.steps=20"]
+    more = ("optimizer.decay=linear", "optimizer.learning_rate=2e-5", "start.from=weights")
+    said = [table.warnings(estimate.make_plan(load("tiny", [*words, each]))) for each in more]
+    assert [[each.partition(" ")[0] for each in some] for some in said] == [
+        [],
+        ["optimizer.min_learning_rate"],
+        ["start.from"],
+    ]

@@ -12,6 +12,7 @@ from datetime import datetime
 
 import numpy as np
 import pytest
+import yaml
 from rich.console import Console
 
 from megatron_blackmamba.config import load, to_yaml
@@ -153,6 +154,16 @@ def test_noise_as_large_as_the_lead_decides_nothing(tmp_path):
     assert answer(read_all([first, same]))[0].startswith("first is ahead of same in validation loss, by 0.0075")
     assert answer(read_all([first, same]))[0].endswith("by 0.0100 ± 0.0000 (95% interval).")
     assert answer(read_all([other, first]))[0].startswith("first is not clearly ahead of other")
+
+
+def test_unknown_flops_leave_the_answer_to_tokens(two):
+    """A router from outside, without its module: no FLOPs, and still an answer."""
+    config = two[0] / "config.yaml"
+    content = yaml.safe_load(config.read_text())
+    content["model"]["router"] = content["model"].get("router", {}) | {"kind": "from_outside"}
+    config.write_text(yaml.safe_dump(content))
+    said = answer(read_all(two[::-1]))[0]
+    assert said.startswith("second is ahead of first in validation loss, by 1.0000 at 81.9k tokens; in the last")
 
 
 def test_long_names_lose_what_they_share():

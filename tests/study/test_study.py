@@ -17,6 +17,7 @@ from rich.console import Console
 from scipy import stats
 
 from megatron_blackmamba.config import load
+from megatron_blackmamba.config.load import config_folder
 from megatron_blackmamba.console.progress import clock
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.plan import flops, parameters
@@ -82,6 +83,15 @@ def test_each_variant_uses_its_best_learning_rate(tmp_path):
     assert {cell.config.optimizer.learning_rate for cell in runs if cell.group == "mamba"} == {2e-3}
     softmax = next(cell for cell in runs if cell.group == "softmax")
     assert (softmax.config.model.router.kind, softmax.config.optimizer.learning_rate) == ("softmax", 8e-3)
+
+
+def test_a_study_without_tuning_takes_the_rate_of_its_base(tmp_path):
+    smoke = yaml.safe_load((config_folder() / "studies/smoke.yaml").read_text())
+    del smoke["tuning"], smoke["ablations"]
+    smoke["set"]["optimizer.learning_rate"] = 0.003
+    (tmp_path / "idea.yaml").write_text(yaml.safe_dump(smoke))
+    study = Study("idea", read_study(str(tmp_path / "idea.yaml")), tmp_path)
+    assert study.tuning() == [] and study.learning_rates() == {"blackmamba": 0.003, "mamba": 0.003}
 
 
 def result(group, seed, loss, kind="run", **more):

@@ -10,10 +10,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron_blackmamba.engine.adam import Adam
 from megatron_blackmamba.engine.checked import private, replace
+from megatron_blackmamba.engine.everywhere import norm_of
 from megatron_blackmamba.optimizers import OptimizerKind
 from megatron_blackmamba.settings import OptimizerConfig
 
@@ -95,15 +97,31 @@ def know_first_state(built: Built) -> None:
 
 def refuse_non_finite(built: Built) -> None:
     """Have `optimizer.step` raise before it touches a weight."""
-    norm_of: Callable[[], Any] = private(built.optimizer, "get_grad_norm")
 
     def finite_norm() -> float:
-        norm = float(norm_of())
+        norm = float(norm_over_ranks(built.parts))
         if not math.isfinite(norm):
             raise NonFiniteGradient(norm)
         return norm
 
     replace(built.optimizer, "get_grad_norm", finite_norm)
+
+
+def norm_over_ranks(parts: list[Any]) -> Tensor:
+    """Return the norm of all gradients in float64; a rank alone waits for nobody."""
+    by_ranks: dict[Any, list[Tensor]] = {}
+    for part in parts:
+        named_anew = getattr(part, "get_grads_for_grad_norm", None)  # in megatron-core 0.19
+        gradients = (named_anew or part.get_main_grads_for_grad_norm)()
+        by_ranks.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
+    squares = []
+    for ranks, gradients in by_ranks.items():
+        nothing = torch.zeros((), device=torch.cuda.current_device())
+        square = ((norm_of(gradients) if gradients else nothing) ** 2).double()
+        if ranks.size() > 1:
+            dist.all_reduce(square, group=ranks)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
 
 
 def number_as_stored(built: Built) -> None:

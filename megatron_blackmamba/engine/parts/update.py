@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_blackmamba.engine.adam import Adam
 from megatron_blackmamba.engine.checked import private, replace
-from megatron_blackmamba.engine.everywhere import norm_of
-from megatron_blackmamba.engine.parts.optimizer import Built, NonFiniteGradient
+from megatron_blackmamba.engine.parts.optimizer import Built, NonFiniteGradient, norm_over_ranks
 
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -104,7 +102,7 @@ def _clip_without_waiting(optimizer: ChainedOptimizer, parts: list[Any]) -> None
     limit, update = optimizer.config.clip_grad, optimizer.step
 
     def noted_norm() -> Tensor:
-        norm = _norm_over_ranks(optimizer)
+        norm = norm_over_ranks(optimizer.chained_optimizers)
         factor = (limit / (norm + TINY)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
         factor = factor.where(norm.isfinite(), math.nan).float()
         for part in parts:
@@ -123,22 +121,6 @@ def _clip_without_waiting(optimizer: ChainedOptimizer, parts: list[Any]) -> None
     replace(optimizer, "step", step)
     for part in optimizer.chained_optimizers:
         replace(part.config, "clip_grad", 0.0)
-
-
-def _norm_over_ranks(optimizer: ChainedOptimizer) -> Tensor:
-    """Return what megatron-core's `get_grad_norm` returns, as a tensor in float64."""
-    by_ranks: dict[Any, list[Tensor]] = {}
-    for part in optimizer.chained_optimizers:
-        named_anew = getattr(part, "get_grads_for_grad_norm", None)  # in megatron-core 0.19
-        gradients = (named_anew or part.get_main_grads_for_grad_norm)()
-        by_ranks.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients)
-    squares = []
-    for ranks, gradients in by_ranks.items():
-        square = norm_of(gradients) ** 2 if gradients else torch.zeros((), device=torch.cuda.current_device())
-        if ranks.size() > 1:
-            dist.all_reduce(square, group=ranks)
-        squares.append(square.double())
-    return torch.stack(squares).sum().sqrt()
 
 
 def _cast_in_adam(part: DistributedOptimizer) -> None:
