@@ -84,7 +84,9 @@ def corpora(
     tokens: Annotated[str, typer.Option(help="Folder of the token shards.")] = "/tokens",
     tokenizer: Annotated[str, typer.Option("--tokenizer", "-t", help="The tokenizer to use.")] = "20B_tokenizer.json",
     rate: Annotated[str, typer.Option(metavar="SIZE", help="Speed of the download in a second.")] = "100MB",
-    cores: Annotated[int, typer.Option(min=1, help="Cores that tokenize.")] = 16,
+    cores: Annotated[int, typer.Option(min=1, help="Cores that tokenize a corpus.")] = 16,
+    slurm: Annotated[str | None, typer.Option(metavar="PARTITION", help="Print Slurm jobs for this partition.")] = None,
+    download: Annotated[bool, typer.Option("--download/--no-download", help="Print the downloads too.")] = True,
     as_json: Json = False,
 ) -> None:
     """Print the commands that download and tokenize published corpora, with the disk and time they take.
@@ -94,11 +96,13 @@ def corpora(
     [dim]blackmamba data corpora[/dim]
 
     [dim]blackmamba data corpora open_mix --raw /raw --tokens /tokens > prepare.sh[/dim]
+
+    [dim]blackmamba data corpora open_mix --slurm cpu --cores 128 | bash -e[/dim]
     """
     from megatron_blackmamba.data_tools.corpora import CORPORA, NOT_HERE, Plan, chosen, described, script, table
     from megatron_blackmamba.data_tools.sources import parse_size
 
-    plan = Plan(raw, tokens, tokenizer, parse_size(rate), cores)
+    plan = Plan(raw, tokens, tokenizer, parse_size(rate), cores, slurm, download)
     found, of_mixture = chosen(names) if names else (CORPORA, None)
     if as_json:
         print(json.dumps(described(found, plan), indent=2))

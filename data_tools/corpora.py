@@ -3,9 +3,12 @@
 Figures are the publishers', read from their cards in November 2026; nothing was downloaded.
 """
 
+import math
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.data_tools.mixture import find_mixture
@@ -18,6 +21,14 @@ BYTES_A_TOKEN = (1.6, 2.8)
 TOKENS_A_CORE = 15e6
 """Tokens that `data tokenize` makes in a second on one core, the lowest of documents of 60 words (docs/measured.md)."""
 LARGEST_UINT16 = 65_500
+CORES_A_TASK = 16
+"""Cores of a task of `tokenize_array.sbatch`."""
+ARRAY = Path(__file__).resolve().parents[1] / "scripts/slurm/tokenize_array.sbatch"
+SLURM = """\
+# Jobs, not commands: each corpus is downloaded by one, then tokenized by an array. SBATCH_ACCOUNT and SBATCH_QOS add
+# what your site asks for. Once they have ended, the same script continues what is not complete.
+jobs="""
+"""The beginning of a script that submits jobs."""
 ACCEPT = "accept its terms on its page, then run `hf auth login`"
 
 
@@ -130,15 +141,39 @@ class Plan:
     rate: int
     """Bytes a second of the download."""
     cores: int
+    slurm: str | None = None
+    """The partition of Slurm jobs that do all of it; None: commands for this machine."""
+    download: bool = True
+    """False: the files are there."""
 
     def commands(self, name: str, corpus: Corpus) -> list[str]:
-        """Return the commands from the hub to token shards."""
+        """Return the commands from the hub to token shards, as jobs if there is a partition.
+
+        Without a network, `hf download` succeeds with the part of a corpus that is there; with --dry-run it fails.
+        """
         patterns = [word for each in corpus.include for word in ("--include", each)]
         patterns += [word for each in corpus.exclude for word in ("--exclude", each)]
         raw, tokens = f"{self.raw.rstrip('/')}/{name}", f"{self.tokens.rstrip('/')}/{name}"
-        options = ["--preset", corpus.preset, "--hold-out", "0.1%", "--tokenizer", self.tokenizer]
+        options = [raw, tokens, "--preset", corpus.preset, "--hold-out", "0.1%", "--tokenizer", self.tokenizer]
         download = ["hf", "download", corpus.repository, "--repo-type", "dataset", *patterns, "--local-dir", raw]
-        return [shlex.join(download), shlex.join(["blackmamba", "data", "tokenize", raw, tokens, *options])]
+        downloads = [f"{shlex.join(download)} --dry-run > /dev/null", shlex.join(download)] if self.download else []
+        if not self.slurm:
+            return [*downloads, shlex.join(["blackmamba", "data", "tokenize", *options])]
+        found, first, after = self.figures([corpus]), [], ""
+        if downloads:
+            hours = max(2, math.ceil(2 * found["download_hours"][1]))
+            asked = [f"--time={hours}:00:00", "--cpus-per-task=4", "--mem=16G"]
+            first, after = [f"download=$({self.job(f'download_{name}', asked, downloads)})"], "afterok:$download"
+        tasks, cores = max(1, self.cores // CORES_A_TASK), min(self.cores, CORES_A_TASK)
+        asked = [f"--array=0-{tasks - 1}", f"--cpus-per-task={cores}", str(ARRAY), *options]
+        return [*first, f"jobs=$jobs:$({self.job(f'tokenize_{name}', asked, after=after)})"]
+
+    def job(self, name: str, asked: Sequence[str], lines: Sequence[str] = (), after: str = "") -> str:
+        """Return the command that submits a job of these lines and prints its id; the shell fills in `after`."""
+        words = [f"--job-name={name}", f"--partition={self.slurm}", f"--export=ALL,PYTHON={sys.executable}", *asked]
+        depends = f"--dependency={after} --kill-on-invalid-dep=yes " if after else ""
+        body = "\n".join([" --output=%x-%j.log <<'END'", "#!/bin/bash -e", *lines, "END\n"]) if lines else ""
+        return f"sbatch --parsable {depends}{shlex.join(words)}{body}"
 
     def figures(self, corpora: Sequence[Corpus]) -> dict[str, Any]:
         """Return tokens, bytes and hours of some corpora together."""
@@ -173,6 +208,8 @@ def chosen(names: Sequence[str]) -> tuple[dict[str, Corpus], str | None]:
 def script(corpora: dict[str, Corpus], plan: Plan, mixture: str | None = None) -> Iterator[str]:
     """Yield a shell script from the hub to token shards, with figures as comments."""
     yield "# Not downloaded here: tokens, sizes and licences are those that the publishers state."
+    if plan.slurm:
+        yield SLURM
     for name, corpus in corpora.items():
         yield f"\n# {name}, {_tokens(corpus.tokens)} tokens: {corpus.counted}. Licence: {corpus.licence}."
         if corpus.first:
@@ -184,7 +221,10 @@ def script(corpora: dict[str, Corpus], plan: Plan, mixture: str | None = None) -
         yield from (f"# {line}" for line in sentences([*corpora.values()], plan))
     if mixture:
         words = ["env", f"BLACKMAMBA_DATA={plan.tokens}", "blackmamba", "data", "mixture", mixture, "--tokens", "300e9"]
-        yield shlex.join(words)
+        check = shlex.join(words)
+        yield plan.job("check_mixture", [], [check], after="afterok$jobs") if plan.slurm else check
+    if plan.slurm:
+        yield "squeue --me"
 
 
 def sentences(corpora: Sequence[Corpus], plan: Plan) -> Iterator[str]:

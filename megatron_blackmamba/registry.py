@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -31,7 +32,12 @@ def extensions() -> list[str]:
 
 @cache
 def import_extensions() -> None:
-    """Import the modules that BLACKMAMBA_IMPORT names, so that they register what they define."""
+    """Import the modules that BLACKMAMBA_IMPORT names, so that they register what they define.
+
+    They may be in the current folder, which Python looks through last.
+    """
+    if extensions():
+        sys.path.append(os.getcwd())
     for name in extensions():
         try:
             import_module(name)

@@ -19,6 +19,10 @@ IMAGE_FILES = (".sif", ".sqsh")
 """The ends of the names of images that are files; the others are names in a registry."""
 EVALUATE_JOB = "evaluate.sbatch"
 """The job that scores a checkpoint, beside the config of a launch."""
+EVALUATE_TIME = "4:00:00"
+"""The most that such a job asks for: a short limit lets it start between larger jobs."""
+EVALUATE_NICE = 10_000
+"""How far such a job stands behind the training in the queue; `--sbatch=--nice=N` changes it for both."""
 SETTINGS = ("PREFLIGHT", "PREFLIGHT_SECONDS", "DOCTOR_OPTIONS", "STUCK_SECONDS", "WATCH_SECONDS")
 """Variables of the job body; those set at launch are written into the job."""
 PREFLIGHT_S = 600
@@ -257,7 +261,8 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
         "--ntasks=1",
         request.gpus(min(1, request.gpus_per_node)),
         f"--cpus-per-task={request.cpus_per_process}",
-        f"--time={request.time}",
+        f"--time={min(request.time, EVALUATE_TIME, key=time_limit_s)}",
+        f"--nice={EVALUATE_NICE}",
         f"--output={_literal(run.logs)}/evaluate-%j.log",
         f"--partition={request.partition}" if request.partition else "",
         f"--account={request.account}" if request.account else "",
@@ -268,7 +273,8 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
     return "\n".join(
         [
             "#!/bin/bash",
-            f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. Use: sbatch FILE CHECKPOINT",
+            f"# Scores a checkpoint of {run.root.name}; written by `blackmamba launch`. If it did not end in time,",
+            "# sbatch FILE CHECKPOINT continues it.",
             *(f"#SBATCH {_quoted(wish)}" for wish in wishes if wish),
             "",
             f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",

@@ -87,8 +87,8 @@ def _of_rate(plan: Plan) -> Iterator[str]:
     config, optimizer = plan.config, plan.config.optimizer
     if optimizer.min_learning_rate == optimizer.learning_rate and optimizer.decay != "constant":
         yield (
-            f"optimizer.min_learning_rate is the learning rate itself, {optimizer.learning_rate:g}, so it never decays: "
-            "set a smaller one."
+            f"optimizer.min_learning_rate is the learning rate itself, {optimizer.learning_rate:g}: it never decays, "
+            "so set a smaller one."
         )
     if config.start.from_ is not None and not plan.begins.trunk and not config.warmup_steps:
         yield "start.from begins with a new optimizer at the full learning rate: set optimizer.warmup_tokens."

@@ -22,7 +22,7 @@ layers.register(RunningMean)
 
 def run_with_extension(module, folder, *arguments, more=""):
     (folder / "my_layers.py").write_text(EXTENSION + more)
-    found = environment(PYTHONPATH=f"{ROOT}:{folder}", BLACKMAMBA_IMPORT=module)
+    found = environment(PYTHONPATH=str(ROOT), BLACKMAMBA_IMPORT=module)  # it is in the current folder
     command = [sys.executable, "-m", "megatron_blackmamba", *arguments]
     return subprocess.run(command, env=found, cwd=folder, capture_output=True, text=True)
 

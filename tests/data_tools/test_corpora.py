@@ -1,6 +1,7 @@
 """`blackmamba data corpora` prints commands for the published files, and figures that follow from the tokens."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -74,8 +75,8 @@ def test_script_says_what_was_not_done():
     text = run("nemotron-cc", "--raw", "/big disk/raw/", "--tokens", "out", "-t", "mine.json")
     assert "Not downloaded here" in text and "estimated" in text and "First accept its terms" in text
     commands = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
-    assert commands[0][-2:] == ["--local-dir", "/big disk/raw/nemotron-cc"]
-    assert commands[1][3:5] == ["/big disk/raw/nemotron-cc", "out/nemotron-cc"]
+    assert commands[1][-2:] == ["--local-dir", "/big disk/raw/nemotron-cc"]
+    assert commands[2][3:5] == ["/big disk/raw/nemotron-cc", "out/nemotron-cc"]
     assert "estimated" not in run("finemath")
     assert len(run().splitlines()) == len(CORPORA) + 4
 
@@ -97,11 +98,25 @@ def test_unknown_corpora_are_refused(names):
         chosen(names)
 
 
+def test_slurm_jobs_tokenize_after_the_download():
+    text = run("open_mix", "--slurm", "cpu", "--cores", "40")
+    (fineweb,) = re.findall(
+        r"download=\S+ .*--job-name=download_fineweb .*? --time=6:00:00 (?s:.*?)END\n\)\n(.*)", text
+    )
+    assert "--dependency=afterok:$download" in fineweb and "--array=0-1 --cpus-per-task=16" in fineweb
+    assert text.count("sbatch --parsable") == text.count("--partition=cpu") == 2 * 5 + 1
+    there = run("open_mix", "--slurm", "cpu", "--no-download", "--cores", "3")
+    assert "hf download HF" not in there and "$download" not in there and "--array=0-0 --cpus-per-task=3" in there
+
+
 @thorough
 @pytest.mark.parametrize("name", CORPORA)
-def test_hub_client_understands_the_command(name, tmp_path):
-    (line,) = (line for line in run(name, "--raw", str(tmp_path)).splitlines() if line.startswith("hf "))
-    words = [str(Path(sys.executable).with_name("hf")), *shlex.split(line)[1:]]
-    environment = {"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "PATH": "/usr/bin"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+def test_no_network_stops_a_partial_download(name, tmp_path):
+    """By itself, `hf download` calls the part that is there a success."""
+    lines = [line for line in run(name, "--raw", str(tmp_path)).splitlines() if line.startswith("hf ")]
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "some.parquet").touch()
+    tools = Path(sys.executable).parent
+    environment = {"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path), "PATH": f"{tools}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-ec", "\n".join(lines)], env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and "offline" in done.stdout + done.stderr, done.stdout + done.stderr

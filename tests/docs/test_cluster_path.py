@@ -27,6 +27,7 @@ SMALLER = {
     "blackmamba_1.5b": "tiny model.vocab_size=640 training.tokens=1000 data.sequence_length=64 training.micro_batch=2",
     "--nodes 7 --gpus-per-node 8 --gpu h100": "--nodes 1 --gpus-per-node 2 --gpu h100",
     "--nodes 7 --time 24:00:00": "--nodes 1 --time 24:00:00 --dry-run",
+    " --slurm cpu": "",  # tests/slurm/test_tokenizing.py has jobs
     "bash -e prepare.sh": "grep -v '^hf ' prepare.sh | sed 's/0.1%/20%/; s/300e9/1000 --sequence-length 64/' | bash -e",
 }
 
@@ -48,8 +49,9 @@ def test_printed_path_goes_from_text_to_a_job(session, tmp_path):
         texts = [part for part in text.split("\n\n") if len(part) > 80][number :: len(sources)]
         write(tmp_path / "raw" / name / TAKEN[name], PRESETS[CORPORA[name].preset].format, texts)
     page = (ROOT / "docs/train_on_a_cluster.md").read_text()
-    (block,) = (b for b in re.findall(r"^```shell\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "prepare.sh" in b)
-    code = re.sub(r"^(curl|srun) .*\n", "", block, flags=re.MULTILINE)
+    blocks = [b for b in re.findall(r"^```shell\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "open_mix" in b]
+    assert len(blocks) == 3
+    code = re.sub(r"^(curl|srun) .*\n", "", "".join(blocks), flags=re.MULTILINE)
     for printed, smaller in SMALLER.items():
         assert printed in code
         code = code.replace(printed, smaller)

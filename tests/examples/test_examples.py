@@ -52,5 +52,5 @@ def test_export_is_fine_tuned_on_a_text(printed):
 
 
 def test_every_example_is_run():
-    elsewhere = {"pretrain_in_megatron_lm.py"}  # by tests/megatron_lm
+    elsewhere = {"pretrain_in_megatron_lm.py", "pretrain_in_megatron_bridge.py"}  # by tests/megatron_lm
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} == {*PRINTS, *elsewhere}

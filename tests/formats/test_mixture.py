@@ -235,6 +235,14 @@ def test_raw_text_as_shards_is_referred_to_tokenize(tmp_path):
         Mixture.read(tmp_path / "mix.yaml").prefixes()
 
 
+def test_unfinished_shards_are_said_to_be(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/tokenizer.json").write_text("{}")
+    (tmp_path / "mix.yaml").write_text("sources:\n  - {name: a, shards: a}\n")
+    with pytest.raises(MixtureError, match="that began it has not finished: run it again"):
+        Mixture.read(tmp_path / "mix.yaml").prefixes()
+
+
 def test_name_of_a_source_is_refused_in_words(tmp_path):
     file = tmp_path / "mixture.yaml"
     file.write_text("sources: [{name: 中文, shards: a, weight: 1}]", encoding="utf-8")

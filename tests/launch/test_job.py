@@ -206,6 +206,10 @@ def test_a_launch_with_evaluation_scores_kept_checkpoints(tmp_path):
     scoring = render_evaluation(request, RUN, Path("/code"))
     wanted = options_of(scoring)
     assert (wanted["--nodes"], wanted["--gpus-per-node"], wanted["--partition"]) == ("1", "1", "gpu")
+    assert (wanted["--time"], wanted["--nice"]) == ("4:00:00", "10000") and "--nice" not in options_of(training)
+    shorter = JobRequest(nodes=2, evaluate=tmp_path, time="90", options=("--nice=5",))
+    changed = options_of(render_evaluation(shorter, RUN, Path("/code")))
+    assert (changed["--time"], changed["--nice"]) == ("90", "5")  # the last of equal options counts
     assert "--dependency" not in wanted and wanted["--job-name"] != options_of(training)["--job-name"]
     assert scoring.splitlines()[-1].endswith(f'evaluate "$1" --data {tmp_path} --encoding separate')
     with pytest.raises(LaunchError, match="no such folder"):

@@ -192,6 +192,7 @@ def test_kept_checkpoints_are_scored_by_separate_jobs(slurm, blackmamba, tmp_pat
     submitted = {path.stem: path.read_text().strip() for path in run.evaluations.glob("step_*.job")}
     assert sorted(submitted) == steps, log_of(run, job).read_text()
     for scoring in submitted.values():
-        slurm.wait(scoring, run.logs / f"evaluate-{scoring}.log")
+        shown = slurm.wait(scoring, run.logs / f"evaluate-{scoring}.log")
+        assert (shown["TimeLimit"], shown["Nice"]) == ("01:00:00", "10000")
         said = (run.logs / f"evaluate-{scoring}.log").read_text()
         assert "blackmamba: " in said and "Traceback" not in said  # the tiny model has no tokenizer: one line
