@@ -155,12 +155,6 @@ def _extra_depth(run: RunConfig) -> Iterator[str]:
         yield f"model.mtp.pattern={pattern!r} is made of letters of model.pattern={run.model.pattern}"
     if run.model.arrangement == "parallel":
         yield "model.mtp has no parallel arrangement. Use model.arrangement=sequential, or leave out model.mtp.pattern."
-    for axis in ("pipeline", "context"):
-        if (ranks := getattr(run.parallel, axis)) > 1:
-            yield (
-                f"parallel.{axis}={ranks} cannot train model.mtp: one rank must have the embedding, the last layer and"
-                f" the next token. Use parallel.{axis}=1, or leave out model.mtp.pattern."
-            )
 
 
 def _cut(run: RunConfig) -> Iterator[str]:

@@ -21,7 +21,8 @@ from megatron_blackmamba.runtime import device
 Batch = dict[str, Tensor]
 """tokens, labels, loss_mask [B, S]; source_ids, sample_ids [B].
 
-Parts of sequences also have before [B]: the token before the part, or -1 where the sequence begins."""
+Parts of sequences also have before and after [B]: the token before the part, or -1 where the sequence begins; the label
+after it, or -1 where the sequence ends or that label does not count."""
 
 
 def micro_batches_of(samples: Sequence[int], micro_batch: int, rank: int, ranks: int) -> list[Sequence[int]]:
@@ -150,8 +151,12 @@ class BatchStream:
         here = place_of_part(len(rows[0]["tokens"]), *self.part)
         batch = {key: torch.stack([row[key][here] for row in rows]) for key in ("tokens", "labels", "loss_mask")}
         if self.part[1] > 1:
-            before = here.start - 1
-            batch["before"] = torch.stack([row["tokens"][before] if here.start else torch.tensor(-1) for row in rows])
+            none = torch.tensor(-1)
+            counts = [here.stop < len(row["labels"]) and row["loss_mask"][here.stop] > 0 for row in rows]
+            batch["before"] = torch.stack([row["tokens"][here.start - 1] if here.start else none for row in rows])
+            batch["after"] = torch.stack(
+                [row["labels"][here.stop] if known else none for row, known in zip(rows, counts, strict=True)]
+            )
         batch["source_ids"] = torch.tensor([row.get("dataset_id", self.source_id) for row in rows])
         batch["sample_ids"] = torch.tensor(samples)
         if -1 in samples:

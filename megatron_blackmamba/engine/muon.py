@@ -267,6 +267,8 @@ class Muon(Adam):
 
     def _ahead(self, shards: list[Tensor], groups: list[dict[str, Any]]) -> list[Tensor]:
         """Move the momenta of shards, and return where they will be after one more such gradient (Nesterov)."""
+        if not shards:  # other ranks have all of these matrices; torch refuses an empty list
+            return []
         gradients = [self._read(shard) for shard in shards]
         kept = [self._momentum(shard) for shard in shards]
         momenta = [before.to(shard.dtype, copy=True) for before, shard in zip(kept, shards, strict=True)]

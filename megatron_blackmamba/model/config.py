@@ -64,6 +64,7 @@ def _to_megatron(config: RunConfig) -> MegatronConfig:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        mtp_num_layers=1 if model.mtp.pattern else None,  # then stages share the embedding, tied or not
         perform_initialization=False,  # initialise.py fills every parameter by its name
         params_dtype=dtype,
         pipeline_dtype=torch.promote_types(dtype, torch.float32),  # what stages exchange is the residual stream

@@ -23,6 +23,7 @@ from megatron_blackmamba.ops.context import several
 from megatron_blackmamba.ops.cross_entropy import cross_entropy_and_log_sum, why_not
 from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.ops.split_loss import split_cross_entropy
+from megatron_blackmamba.optimizers.base import EMBEDDING_OR_HEAD
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -41,8 +42,9 @@ class LanguageModel(LanguageModule):
         stage, stages = pg_collection.pp.rank(), pg_collection.pp.size()
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process = stage == 0, stage == stages - 1
+        self.mtp_process = self.post_process and model.mtp.pattern is not None
         self.share_embeddings_and_output_weights = model.tie_embeddings
-        if self.pre_process:
+        if self.pre_process or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
                 vocab_size=model.vocab_size,
@@ -55,7 +57,7 @@ class LanguageModel(LanguageModule):
             _rotary(config, pg_collection) if any(kind.rotates(model) for kind in kinds_in(model.pattern)) else None
         )
         self.decoder = Stack(config, self.pre_process, self.post_process, pg_collection)
-        if model.mtp.pattern:
+        if self.mtp_process:
             self.extra_depth = ExtraDepth(config, pg_collection)
         if self.post_process:
             self.output_layer = ColumnLinear(
@@ -66,7 +68,7 @@ class LanguageModel(LanguageModule):
                 bias=False,
                 skip_bias_add=False,
                 gather_output=False,
-                skip_weight_param_allocation=self.pre_process and model.tie_embeddings,
+                skip_weight_param_allocation=hasattr(self, "embedding") and model.tie_embeddings,
                 tp_group=pg_collection.tp,
             )
         self.log_sums_BS: Tensor | None = None
@@ -75,23 +77,34 @@ class LanguageModel(LanguageModule):
         """With model.mtp, the extra depth's losses in the last forward pass of training; the last column is void."""
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
+        if self.mtp_process:  # megatron-core 0.16 marks that of the first stage alone
+            setattr(self.embedding.word_embeddings.weight, EMBEDDING_OR_HEAD, True)
         self.register_state_dict_post_hook(_without_nothing)
 
     def set_input_tensor(self, received: Tensor | list[Tensor]) -> None:
         """Set the output of the previous pipeline stage; megatron-core's schedules call this."""
         self.decoder.set_input_tensor(received[0] if isinstance(received, list) else received)
 
-    def forward(self, tokens_BS: Tensor, labels_BS: Tensor | None = None, before_B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        labels_BS: Tensor | None = None,
+        before_B: Tensor | None = None,
+        after_B: Tensor | None = None,
+    ) -> Tensor:
         """Return the residual stream; on the last stage the loss of each token `[B, S]`, or logits `[B, S, V]`.
 
         In training, the gradient of a token's loss has that of its z-loss too, which the value leaves out.
 
-        before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
+        Args:
+            before_B: The token before this rank's part of each sequence under `parallel.context`; -1 means none.
+            after_B: The label after this part, which model.mtp predicts; -1 means none, and the last loss is void.
         """
         if torch.jit.is_tracing():
             raise ValueError("torch.jit.trace cannot record this model. Write it with export_hf, and use torch.export.")
         require_shape("the model", "labels", labels_BS, *tokens_BS.shape)
-        require_shape("the model", "before_B", before_B, len(tokens_BS))
+        for name, beside_B in (("before_B", before_B), ("after_B", after_B)):
+            require_shape("the model", name, beside_B, len(tokens_BS))
         self._refuse_unknown_ids("tokens", tokens_BS)
         if labels_BS is not None:
             self._refuse_unknown_ids("labels", labels_BS)
@@ -101,12 +114,14 @@ class LanguageModel(LanguageModule):
             return x_SBD
         if labels_BS is None:
             return self.logits(x_SBD).transpose(0, 1)
+        # In validation too: the call has a weight gathered that the head reads as well (model.tie_embeddings).
+        ahead_SBD = self.embedded(labels_BS) if self.mtp_process else None
         model = self.config.described
         z_loss = model.z_loss if self.training else 0.0
         losses_BS, log_sums_BS = self._losses_of(x_SBD, labels_BS, z_loss)
         self.log_sums_BS = log_sums_BS if z_loss else None
-        if model.mtp.pattern and self.training:
-            self.mtp_losses_BS = self._losses_of_next(tokens_BS, labels_BS)
+        if ahead_SBD is not None and self.training:
+            self.mtp_losses_BS = self._losses_of_next(tokens_BS, labels_BS, ahead_SBD, after_B)
         return losses_BS
 
     def _losses_of(self, x_SBD: Tensor, labels_BS: Tensor, z_loss: float) -> tuple[Tensor, Tensor | None]:
@@ -119,13 +134,15 @@ class LanguageModel(LanguageModule):
         losses_BS, log_sums_BS = (each_T.view(labels_BS.t().shape).t() for each_T in both)
         return losses_BS, log_sums_BS
 
-    def _losses_of_next(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+    def _losses_of_next(
+        self, tokens_BS: Tensor, labels_BS: Tensor, embedded_SBD: Tensor, after_B: Tensor | None
+    ) -> Tensor:
         """Return the losses of the extra depth: it reads the labels, and predicts the labels after them."""
         read_SBD = self.decoder.take_read_ahead()
-        hidden_SBD = self.extra_depth(
-            read_SBD, self.embedded(labels_BS), self._layer_inputs(labels_BS, tokens_BS[:, 0])
-        )
-        return self._losses_of(hidden_SBD, labels_BS.roll(-1, dims=1), z_loss=0.0)[0]
+        hidden_SBD = self.extra_depth(read_SBD, embedded_SBD, self._layer_inputs(labels_BS, tokens_BS[:, 0]))
+        void_B = labels_BS[:, 0]
+        next_B = void_B if after_B is None else torch.where(after_B < 0, void_B, after_B)
+        return self._losses_of(hidden_SBD, shifted(labels_BS, next_B), z_loss=0.0)[0]
 
     def logits(self, x_SBD: Tensor) -> Tensor:
         """Return this rank's logits of normalised hidden states, `[S, B, V]`."""
@@ -135,6 +152,19 @@ class LanguageModel(LanguageModule):
     def _scaled(self, x_SBD: Tensor) -> Tensor:
         """Return what the head reads: dividing its input costs less than dividing the logits."""
         return scaled(x_SBD, 1 / self.config.described.logits_divisor)
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """Return the weight of which megatron-core adds up the gradients of the first and the last stage."""
+        if self.mtp_process:  # megatron-core 0.16 has no embedding there
+            return self.embedding.word_embeddings.weight
+        return super().shared_embedding_or_output_weight()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        state: dict = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.mtp_process and not self.pre_process:  # a copy of the first stage's, which is the one to save
+            copy = state[f"{prefix}embedding.word_embeddings.weight"]
+            copy.replica_id = (1, *copy.replica_id[1:])
+        return state
 
     def _head_weight(self) -> Tensor | None:
         return self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -225,6 +255,11 @@ class LanguageModel(LanguageModule):
         if self.attends and reset_BS is not None and not self.config.described.attention.across_documents:
             documents = documents_of(reset_BS, several(context))
         return LayerInputs(tokens_BS, reset_BS, rotary, documents)
+
+
+def shifted(x_BS: Tensor, after_B: Tensor) -> Tensor:
+    """Return what each place has behind it; `after_B` is behind the last."""
+    return torch.cat([x_BS[:, 1:], after_B[:, None]], dim=1)
 
 
 def _without_nothing(_: Any, state: dict[str, Any], *__: Any) -> None:

@@ -182,3 +182,8 @@ def layers_of_stage(model: ModelConfig, stage: int, stages: int) -> range:
     first = stage * each + min(stage, more)
     end = first + each + (stage < more)
     return range(first * model.layers_together, end * model.layers_together)
+
+
+def extra_depth_of_stage(model: ModelConfig, stage: int, stages: int) -> str:
+    """Return the layers of model.mtp on one pipeline stage, which are all on the last."""
+    return model.mtp.pattern or "" if stage == stages - 1 else ""

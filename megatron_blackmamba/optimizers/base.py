@@ -20,6 +20,8 @@ DECLARED = "declared"
 """The attribute of a mixer's parameter that holds what its kind says of it, a Weight or a Stack."""
 BY_ADAM = "is_updated_by_adam"
 """The attribute of matrices that Muon leaves to Adam."""
+EMBEDDING_OR_HEAD = "is_embedding_or_output_parameter"
+"""megatron-core's attribute of these matrices."""
 
 
 class OptimizerKind(Kind, ABC):

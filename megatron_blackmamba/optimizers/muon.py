@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_blackmamba.optimizers.base import BY_ADAM, DECLARED, NO_DECAY, Cannot, OptimizerKind
+from megatron_blackmamba.optimizers.base import (
+    BY_ADAM,
+    DECLARED,
+    EMBEDDING_OR_HEAD,
+    NO_DECAY,
+    Cannot,
+    OptimizerKind,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-EMBEDDING_OR_HEAD = "is_embedding_or_output_parameter"
-"""The mark of megatron-core on these matrices."""
 
 
 class Muon(OptimizerKind):

@@ -102,8 +102,6 @@ class Activations:
 
         They are the embeddings, the projection's input, the two ends of its last norm, and ids.
         """
-        if not self.model.mtp.pattern:
-            return 0
         both = self.sizes.here * (FP32 * self.model.hidden_size + 2 * self.width * self.model.hidden_size)
         last = self._norm() + self.width * self.model.hidden_size * self.sizes.here
         return both + last + self.embedding()

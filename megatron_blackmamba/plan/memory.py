@@ -14,7 +14,7 @@ from megatron_blackmamba.engine.parts.accumulation import reduction
 from megatron_blackmamba.engine.parts.muon import owned, products_of
 from megatron_blackmamba.layers import LayerKind, kind_of, layers_of
 from megatron_blackmamba.model import build
-from megatron_blackmamba.model.stack import layers_of_stage
+from megatron_blackmamba.model.stack import extra_depth_of_stage, layers_of_stage
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.runtime import layout, world
 from megatron_blackmamba.settings import OptimizerConfig
@@ -152,7 +152,7 @@ def _memory(config: RunConfig, world_size: int, stage: int, state: State, device
     sizes = Activations(config, device)
     last = stage == stages - 1
     at_work = max(sizes.working(kind) for _, kind in _kinds_of_stage(config, stage))
-    for kind in layers_of(config.model.mtp.pattern or ""):  # while the model's own logits wait
+    for kind in layers_of(extra_depth_of_stage(config.model, stage, stages)):  # while the model's own logits wait
         at_work = max(at_work, sizes.working(kind) + sizes.logits() // 2)
     sent = _communication(config, sizes)
     logits = sizes.logits() + sizes.logits_peak() if last else 0
@@ -180,9 +180,8 @@ def kept(config: RunConfig, stage: int, recompute: str, device: str) -> int:
         sizes.block(kind, recompute, config.model.has_norm(layer)) for layer, kind in _kinds_of_stage(config, stage)
     )
     total += sizes.embedding() if stage == 0 else 0
-    total += sizes.extra_depth() + sum(
-        sizes.block(kind, recompute) for kind in layers_of(config.model.mtp.pattern or "")
-    )
+    if extra := extra_depth_of_stage(config.model, stage, stages):
+        total += sizes.extra_depth() + sum(sizes.block(kind, recompute) for kind in layers_of(extra))
     return total + (sizes.head() if stage == stages - 1 else 0)
 
 

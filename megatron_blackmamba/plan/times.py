@@ -13,7 +13,7 @@ from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.costs import FP32, Work
 from megatron_blackmamba.layers import kind_of
-from megatron_blackmamba.model.stack import layers_of_stage
+from megatron_blackmamba.model.stack import extra_depth_of_stage, layers_of_stage
 from megatron_blackmamba.plan import flops, roofline
 from megatron_blackmamba.plan.activations import WIDTH, sizes_of
 from megatron_blackmamba.plan.gpus import Gpu
@@ -164,7 +164,7 @@ def of_stages(config: RunConfig, gpu: Gpu) -> list[MicroBatch]:
     found = []
     for stage, batch in enumerate(ends):
         letters = Counter(model.pattern[layer] for layer in layers_of_stage(model, stage, stages))
-        letters.update(model.mtp.pattern or "")
+        letters.update(extra_depth_of_stage(model, stage, stages))
         found.append(sum((layers[letter] * number for letter, number in letters.items()), batch))
     return found
 

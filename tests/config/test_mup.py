@@ -131,8 +131,6 @@ def test_heads_of_a_base_model_need_its_width():
         (["model.mtp.pattern=''"], r"model\.mtp\.pattern='' is made of letters"),
         (["model.mtp.reads=norm"], r"model\.mtp\.reads=norm needs an extra depth: set model\.mtp\.pattern"),
         (["model.mtp.pattern=M", "model.arrangement=parallel"], r"model\.mtp has no parallel arrangement"),
-        (["model.mtp.pattern=M", "parallel.pipeline=2"], r"parallel\.pipeline=2 cannot train model\.mtp.*pipeline=1"),
-        (["model.mtp.pattern=M", "parallel.context=2"], r"parallel\.context=2 cannot train model\.mtp.*context=1"),
     ],
 )
 def test_multi_token_prediction_is_refused_before_a_run(overrides, told):

@@ -104,7 +104,7 @@ def test_parts_of_sequences_join_to_the_whole():
     class Counting:
         def __getitem__(self, k):
             row = 100 * k + torch.arange(8)
-            return {"tokens": row, "labels": row + 1, "loss_mask": torch.ones(8)}
+            return {"tokens": row, "labels": row + 1, "loss_mask": (torch.arange(8) != 4).float()}
 
     def first(**part):
         return next(BatchStream(Counting(), start_sample=3, global_batch=2, micro_batch=2, workers=0, **part))
@@ -113,6 +113,7 @@ def test_parts_of_sequences_join_to_the_whole():
     for key in ("tokens", "labels", "loss_mask"):
         assert torch.equal(torch.cat([part[key] for part in parts], dim=1), whole[key])
     assert [part["before"].tolist() for part in parts] == [[-1, -1], [301, 401], [303, 403], [305, 405]]
+    assert [part["after"].tolist() for part in parts] == [[303, 403], [-1, -1], [307, 407], [-1, -1]]
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])

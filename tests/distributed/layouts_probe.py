@@ -86,6 +86,8 @@ ATTENTIVE = [*TRANSFORMER_MOE, "model.attention.kv_heads=2", "model.attention.qk
 ATTENTIVE += ["model.router.kind=softmax", "model.router.z_loss=0.03", "model.multipliers.attention=0.3"]
 ATTENTIVE += ["model.multipliers.residual=0.5", "model.mup.base_width=32"]
 AHEAD = ["model.mtp.pattern=ME", "model.mtp.loss=0.5", "model.eod_reset=397"]
+UNTIED = [*AHEAD, "model.pattern=M*EE", "model.attention.heads=4", "model.mtp.pattern=*E", "model.tie_embeddings=false"]
+UNTIED += ["model.z_loss=0.02", "model.final_norm=rms"]
 NEMOTRON = [  # no size is another one divided
     *MAMBA2,
     *(
@@ -200,6 +202,19 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "ahead_tp2": (2, [*AHEAD, "parallel.tensor=2"]),
     "ahead_norm_solo": (1, [*AHEAD, "model.mtp.reads=norm"]),
     "ahead_norm_tp2_ep2": (4, [*AHEAD, "model.mtp.reads=norm", "parallel.tensor=2", "parallel.expert=2"]),
+    "ahead_pp2": (2, [*AHEAD, "parallel.pipeline=2"]),
+    "ahead_pp4": (4, [*AHEAD, "parallel.pipeline=4", "training.recompute=layers"]),
+    "ahead_cp2": (2, [*AHEAD, "parallel.context=2"]),
+    "ahead_pp2_cp2": (4, [*AHEAD, "parallel.pipeline=2", "parallel.context=2"]),
+    "ahead_pp2_ep2": (4, [*AHEAD, "parallel.pipeline=2", "parallel.expert=2"]),
+    "ahead_norm_cp2_ep2": (2, [*AHEAD, "model.mtp.reads=norm", "parallel.context=2", "parallel.expert=2"]),
+    "ahead_muon_solo": (1, [*UNTIED, "optimizer.kind=muon"]),
+    "ahead_muon_pp2_cp2": (4, [*UNTIED, "optimizer.kind=muon", "parallel.pipeline=2", "parallel.context=2"]),
+    "ahead_untied_solo": (1, UNTIED),
+    "ahead_untied_pp2": (2, [*UNTIED, "parallel.pipeline=2"]),
+    "ahead_untied_tp2_pp2": (4, [*UNTIED, "parallel.tensor=2", "parallel.pipeline=2"]),
+    "ahead_untied_cp2_tp2": (4, [*UNTIED, "parallel.context=2", "parallel.tensor=2"]),
+    "ahead_untied_pp2_cp2": (4, [*UNTIED, "parallel.pipeline=2", "parallel.context=2"]),
     "attentive_solo": (1, ATTENTIVE),
     "attentive_tp2_ep2": (4, [*ATTENTIVE, "parallel.tensor=2", "parallel.expert=2"]),
     "attentive_pp2": (2, [*ATTENTIVE, "parallel.pipeline=2"]),

@@ -27,9 +27,9 @@ EVERYDAY = (
     "bf16_tp2",
     "delta_cp2_tp2",
 )
-EVERYDAY += ("zaya_pp2_tp2", "latent_tp2_ep2", "stable_ep2", "ahead_tp2", "attentive_tp2_ep2", "nemotron_pp2")
+EVERYDAY += ("zaya_pp2_tp2", "latent_tp2_ep2", "stable_ep2", "attentive_tp2_ep2", "nemotron_pp2")
 EVERYDAY += ("zaya_skip_tp2_ep2", "whole_ep2", "softmax_sequence_cp2_ep2", "softmax_groups_tp2_ep2")
-EVERYDAY += ("softmax_cp2_ep2", "expert_bias_tp2_ep2", "expert_choice_cp2_ep2")
+EVERYDAY += ("ahead_untied_pp2_cp2", "softmax_cp2_ep2", "expert_bias_tp2_ep2", "expert_choice_cp2_ep2")
 
 
 def layouts(names):

@@ -1,4 +1,4 @@
-"""Continue the training of an imported model on one rank and on 2×2.
+"""Continue the training of an imported model on one rank and on several.
 
 `python -m tests.interchange.continued_probe FOLDER`: FOLDER/start is the checkpoint that the importer wrote, and
 FOLDER/NAME/metrics.jsonl has the losses of each run.
@@ -15,7 +15,12 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.training.loop import train
 from tests.runtime.ranks import fork_ranks, import_once
 
-RUNS = {"alone": (1, []), "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"])}
+RUNS = {
+    "alone": (1, []),
+    "tp2_ep2": (4, ["parallel.tensor=2", "parallel.expert=2"]),
+    "pp2_cp2": (4, ["parallel.pipeline=2", "parallel.context=2"]),
+    "fp32_pp2": (2, ["parallel.pipeline=2", "training.precision=fp32"]),  # files have no float64
+}
 STEPS = 4
 
 

@@ -4,8 +4,9 @@ import pytest
 
 from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
-from megatron_blackmamba.plan import flops, memory
+from megatron_blackmamba.plan import flops, memory, times
 from megatron_blackmamba.plan.activations import Activations
+from megatron_blackmamba.plan.gpus import KNOWN
 from tests.plan.memory_probe import ONE_OF_EACH, cases
 from tests.runtime.ranks import fork_script
 from tests.thorough import selected, unless
@@ -111,6 +112,19 @@ def test_large_vocabulary_makes_the_last_stage_fullest():
     assert full.logits > full.activations
     state = full.state.weights + full.state.gradients + full.state.optimizer
     assert full.total == state + sum(getattr(full, part) for part in vars(full) if part != "state")
+
+
+def test_last_stage_alone_pays_for_the_extra_depth():
+    halves = ["parallel.pipeline=2", "model.tie_embeddings=false"]
+    without, ahead = (load("tiny", [*halves, *more]) for more in ([], ["model.mtp.pattern=ME"]))
+    assert memory.of_stage(ahead, 2, 0) == memory.of_stage(without, 2, 0)
+    assert memory.kept(ahead, 1, "none", "cuda") > memory.kept(without, 1, "none", "cuda")
+    one, whole = (load("tiny", ["model.tie_embeddings=false", *more]) for more in ([], ["model.mtp.pattern=ME"]))
+    depth = memory.state_of(whole, 1, 0).weights - memory.state_of(one, 1, 0).weights
+    added = memory.state_of(ahead, 2, 1).weights - memory.state_of(without, 2, 1).weights
+    assert added == depth + 4 * one.model.vocab_size * one.model.hidden_size  # a copy of the embedding
+    stages = [times.of_stages(config, KNOWN["h100"]) for config in (without, ahead)]
+    assert stages[1][0] == stages[0][0] and stages[1][1].total > stages[0][1].total
 
 
 def test_expert_parallelism_divides_expert_memory():

@@ -47,6 +47,8 @@ def know_matrices(built: Built, groups: ProcessGroupCollection) -> dict[str, Ten
     for part in built.distributed:
         if not part.is_stub_optimizer and isinstance(part.optimizer, Muon):
             weights = [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
+            if not weights:  # that of the experts, on a pipeline stage without any
+                continue
             of_experts = any(isinstance(getattr(weight, DECLARED, None), Stack) for weight in weights)
             full = torch.promote_types(weights[0].dtype, torch.float32)
             part.optimizer.share(

@@ -20,6 +20,7 @@ from megatron_blackmamba import routers
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.model import LanguageModel
+from megatron_blackmamba.model.language_model import shifted
 from megatron_blackmamba.model.stack import between_stages
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World
@@ -221,21 +222,24 @@ class Step:
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module):
         batch = next(batches)
-        return model(batch["tokens"], batch["labels"], batch.get("before")), partial(self._loss, batch)
+        around = (batch.get(side) for side in ("before", "after"))
+        return model(batch["tokens"], batch["labels"], *around), partial(self._loss, batch)
 
     def _loss(self, batch: Batch, losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mask_BS = batch["loss_mask"]
         masked_BS = losses_BS * mask_BS
         sums_2B = torch.stack([masked_BS.detach().sum(dim=1), mask_BS.sum(dim=1)]).double()
         of_source = sums_2B.new_zeros(2, self.sources).index_add_(1, batch["source_ids"], sums_2B)
-        loss = masked_BS.mean() / self.world.parallel.context  # the mean over all parts of the sequences
+        parts = self.world.parallel.context
+        loss = masked_BS.mean() / parts  # the mean over all parts of the sequences
         self.first_seen.loss(loss)
         seen = {"of_source": of_source}
         if (next_BS := self.model.mtp_losses_BS) is not None:
             self.model.mtp_losses_BS = None
-            known_BS = torch.nn.functional.pad(mask_BS[:, 1:], (0, 1))  # the last token has no token after the next
+            none_B = mask_BS.new_full((len(mask_BS),), -1)
+            known_BS = shifted(mask_BS, (batch.get("after", none_B) >= 0).to(mask_BS))
             next_BS = next_BS * known_BS
-            loss = loss + self.config.model.mtp.loss * next_BS.mean()
+            loss = loss + self.config.model.mtp.loss * next_BS.mean() / parts
             seen |= {"next": next_BS.detach().double().sum(), "next_tokens": known_BS.double().sum()}
         if (log_sums_BS := self.model.log_sums_BS) is not None:
             seen["squares"] = (log_sums_BS.double().square() * mask_BS).sum()
