@@ -34,7 +34,11 @@ FORMAT = {
 
 MOST_NAMED = 3
 """Tensors that an error names; the rest are counted."""
-OTHER = "No layout is to blame: the model or its optimizer is another one. Compare config.yaml of both runs"
+OTHER = (
+    "No layout is to blame: the model or its optimizer is another one. "
+    "A branch has another config.yaml than its trunk, or code has changed, "
+    "of this package or of a module in BLACKMAMBA_IMPORT"
+)
 
 
 def state_to_save(

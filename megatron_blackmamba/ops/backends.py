@@ -7,6 +7,7 @@ limits
     unsupported(*call) -> str | None   why it does not support this call, beside TAKES
     unavailable() -> str | None        why this machine cannot use it at all, beside its language
     smallest(device) -> None           run the smallest call, or raise
+A module is named by its language (LANGUAGES), and a second one of a language by that and more: `triton_narrow`.
 """
 
 import importlib
@@ -84,7 +85,7 @@ def unsupported(backend: ModuleType, *call: Any) -> str | None:
 @cache
 def _limits(backend: ModuleType) -> tuple[Takes, Callable[..., str | None] | None, bool]:
     """Return what a backend declares, and whether an interpreter may run it on CPU tensors."""
-    on_cpu = backend.__name__.endswith(".triton")
+    on_cpu = _language(backend.__name__.rpartition(".")[2]) == "triton"
     return getattr(backend, "TAKES", Takes()), getattr(backend, "unsupported", None), on_cpu
 
 
@@ -183,7 +184,8 @@ def why_not(package: str, name: str) -> str | None:
     Its language is asked first. Triton's decorators take a while, so kernels are loaded only where they can run.
     """
     try:
-        if name in LANGUAGES and (reason := why_not(ROOT, LANGUAGES[name])):
+        language = LANGUAGES.get(_language(name)) if package != ROOT else None
+        if language and (reason := why_not(ROOT, language)):
             return reason
         module = _load(package, name)
         reason = module.unavailable() if hasattr(module, "unavailable") else None
@@ -192,6 +194,10 @@ def why_not(package: str, name: str) -> str | None:
         return str(error)
     except Exception as error:  # a package built for another torch or Triton fails in ways of its own
         return f"it fails to load: {type(error).__name__}: {error}"
+
+
+def _language(name: str) -> str:
+    return name.partition("_")[0]
 
 
 @cache

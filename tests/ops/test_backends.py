@@ -31,13 +31,14 @@ def test_backend_that_cannot_be_imported_is_skipped(tmp_path, monkeypatch, body,
     assert reason in backends.available("an_op", ("broken", "plain"))["broken"]
 
 
-def test_triton_kernels_load_only_where_they_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["triton", "triton_narrow"])
+def test_triton_kernels_load_only_where_they_run(tmp_path, monkeypatch, name):
     triton_support = pytest.importorskip("megatron_blackmamba.ops.triton_support")
-    write_op(tmp_path, monkeypatch, "triton", "raise OSError('loaded')")
+    write_op(tmp_path, monkeypatch, name, "raise OSError('loaded')")
     for here, told in (("needs a CUDA device", "needs a CUDA device"), (None, "it fails to load: OSError: loaded")):
         monkeypatch.setattr(triton_support, "unavailable", lambda here=here: here)
         backends.why_not.cache_clear()
-        assert backends.available("an_op", ("triton", "plain")) == {"triton": told, "plain": None}
+        assert backends.available("an_op", (name, "plain")) == {name: told, "plain": None}
     backends.why_not.cache_clear()
 
 

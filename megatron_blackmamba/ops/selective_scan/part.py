@@ -40,7 +40,8 @@ def selective_scan_part(
     nothing = torch.zeros(len(u_BLI), *A_IN.shape, dtype=compute, device=u_BLI.device)
     chosen = backend_for(inputs._replace(initial_state_BIN=nothing), backend)
     if getattr(chosen, "TAKES_CHAIN", False):
-        return chosen.scan(inputs, chain=Chain(group), keep_states=keep_states)[0]
+        memory = {"keep_states": keep_states} if getattr(chosen, "TAKES_MEMORY_OPTIONS", False) else {}
+        return chosen.scan(inputs, chain=Chain(group), **memory)[0]
 
     def scan(part: Inputs, start: Tensor) -> tuple[Tensor, Tensor]:
         return chosen.scan(part._replace(initial_state_BIN=start))
