@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from megatron_blackmamba.console.progress import Progress, State
 from megatron_blackmamba.evaluation.evaluate import Options, evaluate
 from megatron_blackmamba.evaluation.table import all_texts, show
+from megatron_blackmamba.evaluation.tasks import load_tasks
 from megatron_blackmamba.formats.evaluations import Evaluation
 
 HOW = ("task_version", "scorer", "precision", "encoding", "max_length", "limit")
@@ -31,6 +33,16 @@ def run(path: Path, options: Options, as_json: bool) -> Evaluation:
     else:
         show(found, Console() if sys.stdout.isatty() else Console(width=WIDTH))
     return found
+
+
+def fill(names: Sequence[str], folder: Path) -> None:
+    """Download what a folder of tasks lacks, one task at a time, and print its files."""
+    state = State(0.0, "")
+    with Progress(lambda: state):
+        for number, name in enumerate(names):
+            state = State(number / len(names), f"{name}: downloading")
+            (task,) = load_tasks([name], folder, download=True)
+            print(f"{task.file}: {len([*task.task.eval_docs]):,} questions")
 
 
 def summary(found: Evaluation) -> dict:

@@ -14,8 +14,14 @@ from megatron_blackmamba.interchange.commands import Json, Out, Precision, Targe
 
 @taking(Options)
 def evaluate(
-    model: Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")],
     options: Options,
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A run, a checkpoint, a Hugging Face export, or the released files. None: only download into --data.",
+            show_default=False,
+        ),
+    ] = None,
     files: Annotated[list[str] | None, typer.Argument(help="More files for --text.", show_default=False)] = None,
     tasks: Annotated[
         str | None,
@@ -37,7 +43,10 @@ def evaluate(
     [dim]blackmamba evaluate runs/tiny --text book.txt pages.jsonl.gz[/dim]
 
     [dim]blackmamba evaluate runs/blackmamba_1.5b --data evaldata --encoding separate --watch[/dim]
+
+    [dim]blackmamba evaluate --data evaldata --download[/dim]
     """
+    from megatron_blackmamba.evaluation.commands import fill
     from megatron_blackmamba.evaluation.commands import run as evaluate_model
     from megatron_blackmamba.evaluation.tasks import names_of
     from megatron_blackmamba.evaluation.watch import watch as watch_run
@@ -50,6 +59,11 @@ def evaluate(
             f"{files[0]}: a second model, or a text? Compare models with two commands; name text with --text"
         )
     named = names_of(tasks or "paper") if tasks or not options.text else ()
+    if model is None:
+        if not (options.download and options.data) or options.text or watch:
+            raise typer.BadParameter("name a model; without one, `--data DIR --download` fills DIR")
+        fill(named, options.data)
+        return
     options = replace(options, tasks=named, text=(*options.text, *(files or ())), dtype=torch_dtype(dtype))
     if watch:
         watch_run(model, options)

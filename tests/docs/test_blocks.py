@@ -64,7 +64,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *(
             "blackmamba import zyphra ",
             "blackmamba evaluate BlackMamba-1.5B ",
-            "blackmamba evaluate runs/quickstart/quickstart --data evaldata --download ",
+            "blackmamba evaluate --data evaldata --download ",
             "blackmamba keep-bias exports/released ",
             *(
                 "blackmamba data tokenize my_text tokens ",

@@ -6,7 +6,9 @@ from itertools import product
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.evaluation import EvaluationError, tasks
 from megatron_blackmamba.evaluation.tasks import PAPER, load_tasks
 from tests.thorough import thorough
@@ -151,6 +153,12 @@ def test_downloads_are_kept_for_machines_offline(name, tmp_path, monkeypatch):
     (again,) = load_tasks([name], tmp_path / "new", download=False)
     assert first.file == again.file == tmp_path / "new" / f"{name}.jsonl.gz" and first.sha256 == again.sha256
     assert [*first.task.eval_docs] == [*again.task.eval_docs] and len(again.task.eval_docs) == 2
+    command = ["evaluate", "--data", str(tmp_path / "new"), "--download", "--tasks", name]  # no model, nothing missing
+    assert CliRunner().invoke(app, command).stdout == f"{first.file}: 2 questions\n"
+
+
+def test_without_a_model_only_downloads_are_possible():
+    assert CliRunner().invoke(app, ["evaluate", "--data", "evaldata"]).exit_code == 2
 
 
 def test_failed_download_names_the_task_in_one_line(monkeypatch):
