@@ -66,12 +66,12 @@ def documents_at(shards: Sequence[Shard], numbers: Sequence[int], tokenizer: str
             loaded[sha256] = tokenizer_of(shard, tokenizer)
         try:
             ids = shard.document(place)
-            _ = ids[-1]
+            _, found = ids[-1], origin(shard.manifest, place)
         except ShardError:
             raise
         except (IndexError, ValueError):
             raise InputError(f"{shard.idx_path}: is damaged: `blackmamba data verify` says where") from None
-        yield Document(shard, place, ids, origin(shard.manifest, place), text_of_ids(ids, loaded[sha256]))
+        yield Document(shard, place, ids, found, text_of_ids(ids, loaded[sha256]))
 
 
 def text_of_ids(ids: np.ndarray, tokenizer: Tokenizer) -> str:

@@ -455,8 +455,10 @@ def main() -> None:
 
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
         sys.stdout.reconfigure(errors="replace")  # "?" for what a locale lacks, such as "−"
-    # torch warns about a CUDA toolkit without a GPU, once per process; `blackmamba doctor` reports it instead
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # torch warns about a CUDA toolkit without a GPU, once per process; `blackmamba doctor` reports it instead.
+    # megatron-core 0.19 warns of how it is called when a model is built, also for a plan.
+    for name in ("torch.utils.cpp_extension", "megatron.core"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import_extensions()
         app()
