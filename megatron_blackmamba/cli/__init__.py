@@ -255,8 +255,8 @@ def launch(
         int | None,
         typer.Option("--warn", help="Save this many seconds before the limit.", show_default="time / 4, at most 600"),
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm account.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.", envvar="SBATCH_PARTITION")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm account.", envvar="SBATCH_ACCOUNT")] = None,
     container: Annotated[str | None, typer.Option(help="Container image: .sif for apptainer, else for pyxis.")] = None,
     chain: Annotated[int, typer.Option(help="Number of jobs in a chain; a single job requeues itself.")] = 1,
     restarts: Annotated[

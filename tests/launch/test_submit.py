@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.checkpoint.reading import STATE
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.config import load, to_saved
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.mixture import Mixture
@@ -31,6 +33,13 @@ from tests.data.corpus import write_mixture, write_shard
 
 def tiny(folder: Path, *overrides: str):
     return load("tiny", [f"folder={folder}", *overrides])
+
+
+def test_partition_and_account_come_from_slurms_variables(tmp_path):
+    words = ["launch", "tiny", f"folder={tmp_path}", "--nodes", "1", "--gpus-per-node", "2", "--dry-run"]
+    here = {"SBATCH_PARTITION": "gpu", "SBATCH_ACCOUNT": "mine"}
+    said = CliRunner(env=here).invoke(app, [*words, "--account", "theirs"]).output
+    assert "#SBATCH --partition=gpu\n" in said and "#SBATCH --account=theirs\n" in said
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
