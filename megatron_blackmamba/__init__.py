@@ -57,32 +57,44 @@ __all__ = [
     "update_expert_bias",
 ]
 _HOMES = {
-    "api": "batches build evaluate export_hf load_weights save train update_expert_bias",
-    "config": "ConfigError RunConfig",
-    "config.load": "load_config=load",
-    "data_tools.tokenization": "TokenizeOptions tokenize",
-    "formats.step_records": "read_metrics",
-    "inference": "Sampling load",
-    "ops.causal_conv1d": "causal_conv1d",
-    "ops.experts": "grouped_experts",
-    "ops.selective_scan": "selective_scan",
-    "ops.sinkhorn": "load_imbalance sinkhorn_choice",
-    "ops.ssd": "ssd",
-    "training.loop": "Outcome Trainer",
-    "version": "__version__",
+    "__version__": "version:__version__",
+    "ConfigError": "config:ConfigError",
+    "Outcome": "training.loop:Outcome",
+    "RunConfig": "config:RunConfig",
+    "Sampling": "inference:Sampling",
+    "TokenizeOptions": "data_tools.tokenization:TokenizeOptions",
+    "Trainer": "training.loop:Trainer",
+    "batches": "api:batches",
+    "build": "api:build",
+    "causal_conv1d": "ops.causal_conv1d:causal_conv1d",
+    "evaluate": "api:evaluate",
+    "export_hf": "api:export_hf",
+    "grouped_experts": "ops.experts:grouped_experts",
+    "load": "inference:load",
+    "load_config": "config.load:load",
+    "load_imbalance": "ops.sinkhorn:load_imbalance",
+    "load_weights": "api:load_weights",
+    "read_metrics": "formats.step_records:read_metrics",
+    "save": "api:save",
+    "selective_scan": "ops.selective_scan:selective_scan",
+    "sinkhorn_choice": "ops.sinkhorn:sinkhorn_choice",
+    "ssd": "ops.ssd:ssd",
+    "tokenize": "data_tools.tokenization:tokenize",
+    "train": "api:train",
+    "update_expert_bias": "api:update_expert_bias",
 }
-"""Module of this package -> the names that it defines; `ours=theirs` where it has another name there."""
+"""Name -> the module of this package that defines it, and its name there."""
 
 
 def __getattr__(name: str) -> object:
     """Import a name of the API when it is first used."""
     from importlib import import_module
 
-    for module, names in _HOMES.items():
-        for ours, _, theirs in (each.partition("=") for each in names.split()):
-            if ours == name:
-                return globals().setdefault(name, getattr(import_module(f"{__name__}.{module}"), theirs or ours))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{module}"), attribute)
+    return found
 
 
 def __dir__() -> list[str]:

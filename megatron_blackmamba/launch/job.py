@@ -31,18 +31,40 @@ SHORT_WARNING_S = 60
 
 
 OWN_OPTIONS = {
-    **{name: f"--{name}" for name in ("nodes", "time", "partition", "account")},
-    **{f"gpus{each}": "--gpus-per-node" for each in ("", "-per-node", "-per-task", "-per-socket")},
-    **dict.fromkeys(("ntasks", "ntasks-per-node"), "--gpus-per-node"),
-    **dict.fromkeys(("dependency", "array", "requeue", "no-requeue"), "--chain"),
-    **dict.fromkeys(("output", "open-mode"), "folder=..."),
     "job-name": "name=...",
+    "nodes": "--nodes",
+    "gpus-per-node": "--gpus-per-node",
+    "gpus": "--gpus-per-node",
+    "gpus-per-task": "--gpus-per-node",
+    "gpus-per-socket": "--gpus-per-node",
+    "ntasks": "--gpus-per-node",
+    "ntasks-per-node": "--gpus-per-node",
     "cpus-per-task": "--cpus-per-process",
+    "time": "--time",
     "signal": "--warn",
+    "partition": "--partition",
+    "account": "--account",
+    "dependency": "--chain",
+    "array": "--chain",
+    "requeue": "--chain",
+    "no-requeue": "--chain",
+    "output": "folder=...",
+    "open-mode": "folder=...",
 }
 """Options of sbatch that a job sets itself, and what changes each."""
-_LONG = ("job-name", "nodes", "gpus", "ntasks", "cpus-per-task", "time", "partition", "account", "array", "dependency")
-SHORT_OPTIONS = dict(zip("JNGnctpAado", (*_LONG, "output"), strict=True))
+SHORT_OPTIONS = {
+    "-J": "job-name",
+    "-N": "nodes",
+    "-G": "gpus",
+    "-n": "ntasks",
+    "-c": "cpus-per-task",
+    "-t": "time",
+    "-p": "partition",
+    "-A": "account",
+    "-a": "array",
+    "-d": "dependency",
+    "-o": "output",
+}
 
 
 class LaunchError(ValueError):
@@ -113,7 +135,7 @@ class JobRequest:
         if wrong is not None:
             raise LaunchError(f"sbatch options begin with --, for example --qos=high; {wrong!r} does not")
         for option in self.options:
-            name = SHORT_OPTIONS.get(option[1:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
+            name = SHORT_OPTIONS.get(option[:2], "") or re.split(r"[=\s]", option.removeprefix("--"))[0]
             if name == "gres" and re.search(r"[=\s,]gpu\b", option):
                 raise LaunchError(f"--sbatch={option}: use --gpus-per-node instead, with a type as in h100:8")
             if name in OWN_OPTIONS:
