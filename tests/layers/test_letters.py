@@ -23,6 +23,7 @@ ALLOWED = {
     ("data_tools/progress.py", "G"): "a thousand million",
     ("data_tools/progress.py", "M"): "a million",
     ("plan/table.py", "G"): "a thousand million",
+    ("launch/job.py", "-G"): "an option of sbatch",
     ("plan/table.py", "M"): "a million",
     ("report/charts.py", "M"): "a million",
     ("evaluation/paper.py", "Mamba"): "a row of the paper's table",
