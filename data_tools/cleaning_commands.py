@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -113,6 +114,8 @@ def decontaminate(paths: Paths, options: DecontaminationOptions, as_json: Json =
     [dim]blackmamba data decontaminate clean/pile final/pile[/dim]
 
     [dim]blackmamba data decontaminate clean/pile final/pile --against piqa --against my_test.jsonl[/dim]
+
+    [dim]blackmamba data decontaminate /raw /clean --mixture open_mix[/dim]
     """
     from megatron_blackmamba.data_tools import cleaning
 
@@ -125,17 +128,48 @@ def decontaminate(paths: Paths, options: DecontaminationOptions, as_json: Json =
 
     names = options.against or PAPER
     decisive = {"against": list(names), "n_grams": options.n_grams, "fields": list(options.item_fields)}
-    task = _cleaning("decontaminate", paths, decisive | {"drop": options.drop, "margin": options.margin}, options)
+    decisive |= {"drop": options.drop, "margin": options.margin}
+    folders = _folders_of(options.mixture, paths) if options.mixture else {"": paths}
+    corpora = {name: _cleaning("decontaminate", each, decisive, options) for name, each in folders.items()}
     evaluations = read_evaluations(names, options.task_folder, options.item_fields)
     items = [item for evaluation in evaluations for item in evaluation.items]
-    task = replace(task, settings={**task.settings, **contents_of(items)})
+    corpora = {name: replace(task, settings=task.settings | contents_of(items)) for name, task in corpora.items()}
     index = ItemIndex(items, options.n_grams, word_splitter(options.language))
     tasks = decontamination.tasks_of(evaluations, index)
-    with task.alone():
-        task.refuse_other_settings()
-        if not as_json:
-            print("\n".join(decontamination.announced(tasks)))
-        _run(task, decontamination.stages(task, index, tasks, drop=options.drop, margin=options.margin), as_json)
+    if not as_json:
+        print("\n".join(decontamination.announced(tasks)), flush=True)
+    found = {}
+    with ExitStack() as locks:
+        for task in corpora.values():  # what is refused is refused before hours of work
+            locks.enter_context(task.alone())
+            task.refuse_other_settings()
+        for number, (name, task) in enumerate(corpora.items(), 1):
+            what = f"{name} ({number} of {len(corpora)})" if name else task.name
+            stages = decontamination.stages(task, index, tasks, drop=options.drop, margin=options.margin)
+            found[name] = _run(task, stages, as_json, what=what, alone=not options.mixture)
+    if not options.mixture:
+        return
+    if as_json:
+        print(json.dumps({"corpora": found}))
+    elif rows := [decontamination.summary(name, counts) for name, counts in found.items() if counts]:
+        print("\n".join(decontamination.table(rows)))
+
+
+def _folders_of(mixture: str, paths: Sequence[str]) -> dict[str, list[str]]:
+    """Return input and output folder of each source of a mixture."""
+    from megatron_blackmamba.data_tools.mixture import find_mixture
+    from megatron_blackmamba.data_tools.rejects import InputError
+    from megatron_blackmamba.formats.mixture import Mixture
+
+    if len(paths) != 2:
+        raise InputError("--mixture: name one folder with a folder for each source, and the output folder")
+    folders = {
+        source.name: [str(Path(path) / source.name) for path in paths]
+        for source in Mixture.read(find_mixture(mixture)).sources
+    }
+    if missing := [folder for folder, _ in folders.values() if not Path(folder).is_dir()]:
+        raise InputError(f"--mixture {mixture}: no folder {', '.join(missing)}. Give each source of the mixture one")
+    return folders
 
 
 def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options: CleaningOptions) -> "Cleaning":
@@ -168,7 +202,10 @@ def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options
     )
 
 
-def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
+def _run(
+    task: "Cleaning", stages: Sequence[Any], as_json: bool, *, what: str = "", alone: bool = True
+) -> dict[str, Any] | None:
+    """Run the stages, print the result, and return it unless they are Slurm jobs now. alone: not one of several."""
     from megatron_blackmamba.data_tools.origins import CleaningManifest, refuse_incomplete
     from megatron_blackmamba.data_tools.parts import REMOVED, part_name
     from megatron_blackmamba.data_tools.rejects import InputError
@@ -177,7 +214,7 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
 
     def state() -> State:
         done = sum(1 for _ in task.work.glob("*/completions/*"))
-        return State(done / total, f"{done} of {total} tasks of {task.name}")
+        return State(done / total, f"{done} of {total} tasks of {what or task.name}")
 
     try:
         with Progress(state, quiet=task.options.slurm is not None):
@@ -187,7 +224,7 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
         raise InputError(f"{where}: {why}. Once that is put right, run the same command again") from error
     if task.options.slurm is not None and not task.done.exists():
         print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
-        return
+        return None
     manifest = CleaningManifest.read(task.out_dir)  # older versions wrote none
     parts = [part.name for part in manifest.parts] if manifest else [*map(part_name, range(len(task.parts)))]
     for path in (task.out_dir / name for name in (REMOVED, *parts)):
@@ -195,20 +232,23 @@ def _run(task: "Cleaning", stages: Sequence[Any], as_json: bool) -> None:
             raise InputError(f"{path}: is missing, though this finished. Restore it, or choose another folder")
     refuse_incomplete(task.out_dir)
     counts = json.loads(task.done.read_bytes())
-    if as_json:
-        print(json.dumps({**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}))
-    else:
+    result = {**counts, "out_dir": str(task.out_dir), "removed_list": str(task.out_dir / REMOVED)}
+    if as_json and alone:
+        print(json.dumps(result))
+    if not as_json:
         skipped = f", skipped {counts['skipped']:,} records without a text" if counts.get("skipped") else ""
         cut = f", cut {counts['cut']:,} passages" if counts.get("cut") else ""
         print(
             f"{task.out_dir}: kept {counts['kept']:,} documents, removed {counts['removed']:,}{cut}{skipped} "
-            f"({REMOVED} lists them)"
+            f"({REMOVED} lists them)",
+            flush=True,
         )
         if counts.get("rules"):
             from megatron_blackmamba.data_tools.filter_tally import REPORT as FILTERS
 
             _tell_rules(counts, task.out_dir / FILTERS, as_json)
-        if counts.get("tasks"):
+        if counts.get("tasks") and alone:
             from megatron_blackmamba.data_tools.decontamination import REPORT, table
 
             print("\n".join([*table(counts["tasks"]), f"passages to read: {task.out_dir / REPORT}"]))
+    return result

@@ -185,8 +185,14 @@ def _without(left_out: Sequence[str]) -> str:
     return f"; not used: {', '.join(left_out)}" if left_out else ""
 
 
+def summary(corpus: str, counts: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a corpus, as a row of `table`."""
+    found = {key: sum(task[key] for task in counts["tasks"]) for key in ("items_found", "passages")}
+    return {"corpus": corpus, **{key: counts[key] for key in ("kept", "removed", "cut")}, **found}
+
+
 def table(tasks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of the tasks with these figures, aligned for a terminal."""
+    """Return a table of tasks or corpora with these figures, aligned for a terminal."""
     columns = [key for key in tasks[0] if key not in ("fields", "left_out")]
     rows = [[key.replace("_", " ") for key in columns], *([_figure(task[key]) for key in columns] for task in tasks)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

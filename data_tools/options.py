@@ -156,6 +156,10 @@ class DedupOptions(CleaningOptions):
 class DecontaminationOptions(CleaningOptions):
     """The options of `decontaminate`: the evaluation items, and what becomes of documents that hold them."""
 
+    mixture: Annotated[
+        str | None,
+        reading(metavar="NAME|FILE", help="Clean the folder INPUT/SOURCE of each source of a mixture, one by one."),
+    ] = None
     against: Annotated[
         tuple[str, ...],
         typer.Option(metavar="TASK|FILE", help="lm-eval task or JSON lines; repeat for more \\[the paper's eight]."),

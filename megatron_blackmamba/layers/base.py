@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from megatron_blackmamba.layers.cost import Cost
+from megatron_blackmamba.layers.cost import Cost, CostOfWeights
 from megatron_blackmamba.layers.decoding import Decoding
-from megatron_blackmamba.layers.rows import Stack, Weight
+from megatron_blackmamba.layers.rows import ROWS, WHOLE, Stack, Weight
 from megatron_blackmamba.registry import Cannot, Kind, KindError
 
 if TYPE_CHECKING:
@@ -39,14 +39,19 @@ class LayerKind(Kind, ABC):
     letter: ClassVar[str]
     name: ClassVar[str]
     """For messages and tables, such as "dense MLP"."""
-    mixer: ClassVar[str]
-    """The torch module as "package.module:class", made of (config, layer_number, pg_collection).
+    between: ClassVar[Callable[..., Tensor] | None] = None
+    """A method that returns what out_proj reads, of a kind whose weights are in_proj, out_proj and vectors or matrices.
+
+    It gets each part of in_proj's rows by its name, `[B, S, part]`, each other weight by its name, and `inputs`.
+    """
+    mixer: ClassVar[str | None] = None
+    """In place of `between`, the torch module as "package.module:class" of (config, layer_number, pg_collection).
 
     Its `forward` gets the normalised stream and a `LayerInputs`, and returns what joins the residual stream.
     """
-    cost: ClassVar[str]
-    """The subclass of Cost, as "package.module:class"."""
-    decode: ClassVar[str | Cannot]
+    cost: ClassVar[str | None] = None
+    """The subclass of Cost, as "package.module:class"; None: that of the products with its weights."""
+    decode: ClassVar[str | Cannot | None] = None
     """The subclass of Decoding, as "package.module:class", or why there is none."""
 
     keys: ClassVar[tuple[str, ...]] = ()
@@ -59,7 +64,7 @@ class LayerKind(Kind, ABC):
     """Why parallel.context cannot cut its sequences; None: it can."""
     recompute: ClassVar[frozenset[str]] = frozenset({"layers"})
     """The values of training.recompute that recompute this layer."""
-    writes_to_residual: ClassVar[tuple[str, ...]] = ()
+    writes_to_residual: ClassVar[tuple[str, ...]] = ("out_proj.weight",)
     """Ends of the names of weights whose output joins the residual stream."""
     by_adam: ClassVar[tuple[str, ...]] = ()
     """Ends of the names of matrices that optimizer.kind=muon leaves to Adam."""
@@ -70,7 +75,8 @@ class LayerKind(Kind, ABC):
 
     @classmethod
     def unanswered(cls) -> list[str]:
-        return [] if len(getattr(cls, "letter", "?")) == 1 else ["letter (one character)"]
+        missing = [] if len(getattr(cls, "letter", "?")) == 1 else ["letter (one character)"]
+        return missing + ["between, or mixer"] * (cls.between is None and cls.mixer is None)
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Return what the config lacks or gets wrong for this kind."""
@@ -88,9 +94,14 @@ class LayerKind(Kind, ABC):
         """Return the fields of megatron-core's TransformerConfig that this kind sets."""
         return {}
 
-    @abstractmethod
     def divisions(self, model: ModelConfig) -> list[Division]:
-        """Return the sizes that parallelism splits."""
+        """Return the sizes that parallelism splits; by default, those of the weights."""
+        return [
+            Division(f"a size of {name} in {self.name} layers ({self.letter})", size, "tensor")
+            for name, weight in self.weights(model).items()
+            if weight.spread != WHOLE
+            for size in (weight.pieces if weight.spread == ROWS else weight.columns[:1])
+        ]
 
     part: ClassVar[str] = ""
     """The name that all its parameters are counted by; a kind of several parts overrides `parts` and `part_of`."""
@@ -128,16 +139,16 @@ class LayerKind(Kind, ABC):
         """Return the parameters that checkpoints store stacked, by their name there. The others keep their names."""
         return {}
 
-    @abstractmethod
     def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
         """Return the initial value of a parameter of the mixer, fp32; None: normal, with model.init's deviation."""
+        return None
 
-    entry: ClassVar[str | Cannot]
+    entry: ClassVar[str | Cannot | None] = None
     """The layer's entry in an export's list of layers, or why there is none."""
 
     def exported(self, model: ModelConfig) -> str | Cannot:
         """Return the entry of a model's layers."""
-        return self.entry
+        return self.entry or Cannot(f"{self.name} layers ({self.letter}) have no class in the modeling files")
 
     def imported(self, entry: str) -> Mapping[str, Any] | None:
         """Return the config fields that an entry means; None: it is not this kind's."""
@@ -161,11 +172,22 @@ class LayerKind(Kind, ABC):
 
     @cached_property
     def costs(self) -> Cost:
-        return self._made("cost")()
+        return self._made("cost")() if self.cost else CostOfWeights(self.part or self.name, self.weights)
 
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         """Return how the layer decodes."""
+        if self.decode is None:
+            return Cannot(
+                f"{self.name} layers ({self.letter}) do not decode: {type(self).__name__}.decode names no class"
+            )
         return self.decode if isinstance(self.decode, Cannot) else self._made("decode").of(model)
+
+    @property
+    def module(self) -> Callable[..., Any]:
+        """Return what makes the mixer."""
+        if self.mixer is None:
+            return partial(resolve_name("megatron_blackmamba.model.mixer:KindMixer"), kind=self)
+        return self.named("mixer")
 
     def _made(self, file: str) -> Any:
         """Return the class that `cost` or `decode` names; refuse one that leaves a question open, by its name."""

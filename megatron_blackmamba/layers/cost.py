@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, ClassVar
 
 from megatron_blackmamba.costs import READ_WITH_GRADIENTS, SMALL_KERNELS, WRITTEN_AND_READ, Sizes, Work
+from megatron_blackmamba.layers.rows import Weight
 
 if TYPE_CHECKING:
     from megatron_blackmamba.settings import ModelConfig
@@ -53,3 +56,22 @@ class Cost(ABC):
     def paper_flops(self, model: ModelConfig, tokens: int) -> tuple[float, float] | None:
         """Return the paper's own FLOPs of the layer per token, as printed and repaired; None: it has no formula."""
         return None
+
+
+class CostOfWeights(Cost):
+    """The cost of the products with a kind's matrices: too little for a kind that computes much else."""
+
+    def __init__(self, part: str, weights: Callable[[ModelConfig], Mapping[str, Weight]]) -> None:
+        self.part, self.weights = part, weights
+
+    def flops(self, model: ModelConfig, sequence: int) -> dict[str, int]:
+        return {self.part: 2 * sum(prod(weight.shape) for weight in self._matrices(model))}
+
+    def kept(self, at: Sizes) -> int:
+        """Return the bytes of the layer's input, of what split rows compute, and of what split columns read."""
+        axes = [(weight.shape, weight.axis) for weight in self._matrices(at.model)]
+        split = sum(shape[axis] for shape, axis in axes if axis is not None) // at.tensor
+        return at.width * (at.here * at.model.hidden_size + at.whole * split)
+
+    def _matrices(self, model: ModelConfig) -> list[Weight]:
+        return [weight for weight in self.weights(model).values() if weight.columns]

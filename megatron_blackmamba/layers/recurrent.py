@@ -37,7 +37,6 @@ class RecurrentKind:
     """What recurrent kinds answer alike; a kind names it in front of LayerKind."""
 
     cut: ClassVar[Cannot | None] = None
-    writes_to_residual: ClassVar[tuple[str, ...]] = ("out_proj.weight",)
     part: ClassVar[str]
     """Also the section of `model:` that it reads."""
     keys: ClassVar[tuple[str, ...]]

@@ -46,7 +46,7 @@ class Block(MegatronModule):
         self.recompute = recompute
         self.multiplier = config.described.multipliers.residual
         self.norm: Any = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
-        self.mixer: Any = kind.named("mixer")(config, layer_number, pg_collection)
+        self.mixer: Any = kind.module(config, layer_number, pg_collection)
         self.stream, self.output = (
             Affine(config) if config.described.residual_scaling else nn.Identity() for _ in range(2)
         )

@@ -1,18 +1,25 @@
-"""A layer kind whose first matrix has rows of two meanings, and whose mixer says nothing of checkpoints or layouts."""
+"""A layer kind whose first matrix has rows of two meanings, and which says nothing of checkpoints or layouts."""
 
-from megatron_blackmamba.layers import by_rows
+from megatron_blackmamba.layers import by_rows, whole
 from tests.layers.running_mean.kind import RunningMean
 
 
 class Fused(RunningMean):
     """The running mean, times the sigmoid of a gate."""
 
-    letter, name = "F", "gated mean"
-    mixer = "tests.layers.fused_mixer:GatedMixer"
+    letter, name, mixer = "F", "gated mean", None
 
     def weights(self, model):
         D = model.hidden_size
-        return super().weights(model) | {"in_proj.weight": by_rows(D, x=D, gate=D)}
+        return super().weights(model) | {"in_proj.weight": by_rows(D, x=D, gate=D), "scale": whole(all=1)}
+
+    def initial(self, name, shape, model, random):
+        return super().initial("gain" if name == "scale" else name, shape, model, random)
+
+    def between(self, x, gate, gain, scale, inputs):
+        from tests.layers.running_mean.arithmetic import mean
+
+        return mean(x, inputs.reset_BS) * gate.sigmoid() * gain * scale
 
 
 class Untold(Fused):
@@ -23,3 +30,7 @@ class Untold(Fused):
     def weights(self, model):
         D = model.hidden_size
         return super().weights(model) | {"in_proj.weight": by_rows(D, both=2 * D)}
+
+    def between(self, both, **rest):
+        x, gate = both.chunk(2, dim=-1)
+        return super().between(x=x, gate=gate, **rest)

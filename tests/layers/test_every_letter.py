@@ -93,7 +93,7 @@ def test_decoding_and_export_compute_as_training(letter, eod):
         model = megatron.of_module(build(config, alone))
     tokens_BL = tokens(2, 14)
     trained = through_megatron.observe(model, tokens_BL).logits_BSV
-    if not isinstance(layers.kind_of(letter).decode, Cannot):
+    if not isinstance(layers.kind_of(letter).decoding(config.model), Cannot):
         decoder = Decoder(pack(model, torch.float32))
         state = decoder.start(2)
         stepped = torch.stack([decoder.step(state, tokens_B) for tokens_B in tokens_BL.unbind(1)], dim=1)

@@ -56,12 +56,10 @@ def test_export_refuses_new_kind_by_name(went):
 
 
 def test_registry_refuses_missing_answers_by_name():
-    class Silent(RunningMean):
-        letter = "S"
-        weights = layers.LayerKind.weights
-        divisions = layers.LayerKind.divisions
+    class Silent(layers.LayerKind):
+        letter = "U"
 
-    with pytest.raises(KindError, match="Silent does not define: divisions, weights"):
+    with pytest.raises(KindError, match="Silent does not define: name, weights, between, or mixer"):
         layers.register(Silent)
 
 

@@ -14,9 +14,6 @@ from megatron_blackmamba.layers.base import Division, LayerKind
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows, whole
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron_blackmamba.settings import ModelConfig
 
 
@@ -79,9 +76,6 @@ class Attention(LayerKind):
             "linear_proj.weight": by_columns(queries, out=D),
             **(dict.fromkeys(QK_NORMS, whole(channels=C)) if model.attention.qk_norm else {}),
         }
-
-    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
-        return None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         attention = model.attention

@@ -12,9 +12,6 @@ from megatron_blackmamba.layers.base import Division, LayerKind
 from megatron_blackmamba.layers.rows import Weight, by_columns, by_rows
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from megatron_blackmamba.settings import ModelConfig
 
 
@@ -59,9 +56,6 @@ class MLP(LayerKind):
 
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         return weights(model, model.mlp_hidden_size or 0)
-
-    def initial(self, name: str, shape: tuple[int, ...], model: ModelConfig, random: torch.Generator) -> Tensor | None:
-        return None
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         return {"mlp_hidden_size": model.mlp_hidden_size, "gated": model.gated}
