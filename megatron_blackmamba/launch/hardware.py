@@ -205,5 +205,5 @@ def _why_no_gpu() -> str:
     driver = f"driver {version[0]}" if version else "a driver of unknown version"
     return (
         f"none ({driver} and PyTorch for CUDA {torch.version.cuda}, which sees no GPU: see nvidia-smi and"
-        " CUDA_VISIBLE_DEVICES; CUDA 13 needs a driver from 580 on, CUDA 12 from 525 on)"
+        " CUDA_VISIBLE_DEVICES; CUDA 13 needs a driver from 580 on, CUDA 12 from 525 on: pip install 'torch<2.11')"
     )

@@ -10,9 +10,16 @@ OLDEST = (3, 4)  # all kernels are tested in the interpreter of 3.4 to 3.9; the 
 
 
 def unavailable() -> str | None:
-    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < OLDEST:
-        return f"needs Triton {'.'.join(map(str, OLDEST))} or newer, found {triton.__version__}"
+    if reason := older_than(OLDEST):
+        return reason
     return None if torch.cuda.is_available() or interpreted() else "needs a CUDA device"
+
+
+def older_than(version: tuple[int, int]) -> str | None:
+    """Return that Triton is older than a version, or None."""
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) >= version:
+        return None
+    return f"needs Triton {'.'.join(map(str, version))} or newer, found {triton.__version__}"
 
 
 @triton.jit

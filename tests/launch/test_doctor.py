@@ -46,7 +46,8 @@ def test_driver_too_old_for_pytorch_is_told(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(hardware, "DRIVER", tmp_path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "driver 535.161.08 and PyTorch for CUDA 13.0" in hardware._why_no_gpu()
+    why = hardware._why_no_gpu()
+    assert "driver 535.161.08 and PyTorch for CUDA 13.0" in why and "pip install 'torch<2.11'" in why
 
 
 def test_node_with_too_few_gpus_fails_its_preflight(tmp_path):

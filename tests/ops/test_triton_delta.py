@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from megatron_blackmamba.ops.delta import triton
 from tests.ops.implementations import assert_close
 from tests.ops.interpreted import last_program_first
 from tests.ops.test_delta import TOKENS, problem, values_and_gradients
@@ -15,6 +16,13 @@ from tests.thorough import thorough
 pytestmark = pytest.mark.xdist_group("triton")
 FP32, BF16 = 1e-6, 4e-3
 BOTH = pytest.mark.parametrize("by_channel", [False, True], ids=["one decay", "by channel"])
+
+
+def test_triton_that_cannot_compile_one_decay_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert triton.unavailable() is None
+    monkeypatch.setattr(triton.triton, "__version__", "3.5.1")
+    assert triton.unavailable() == "needs Triton 3.6 or newer, found 3.5.1"
 
 
 def results(tensors, reset, dtype=torch.float32, segment=None):

@@ -1,6 +1,7 @@
 """The lock covers pyproject.toml, the table of versions is what was measured, and a killed run of it continues."""
 
 import json
+import re
 import subprocess
 import sys
 from datetime import date
@@ -107,3 +108,10 @@ def test_a_python_s_result_names_commit_and_date(tmp_path, monkeypatch):
     (tmp_path / "Makefile").write_text("test:\n")
     with pytest.raises(SystemExit):
         pythons.main([sys.executable])
+
+
+def test_extras_admit_triton_of_the_oldest_torch():
+    """Else `make install` replaces a PyTorch that was chosen for an older driver."""
+    oldest = re.search(r"^triton==(\S+)", (ROOT / "requirements/lowest.txt").read_text(), re.MULTILINE)[1]
+    asked = [need for need in map(Requirement, metadata.requires("megatron-blackmamba") or ()) if need.name == "triton"]
+    assert asked and all(need.specifier.contains(oldest) for need in asked)

@@ -14,19 +14,24 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes
+from megatron_blackmamba.ops.backends import UP_TO_FP32, Takes, interpreted
 from megatron_blackmamba.ops.delta import triton_backward, triton_forward
 from megatron_blackmamba.ops.delta.chunked import CHUNK, cut, segments
 from megatron_blackmamba.ops.delta.costs import WIDEST
 from megatron_blackmamba.ops.delta.inputs import Inputs
 from megatron_blackmamba.ops.gradients import first_order
 from megatron_blackmamba.ops.library import with_channels_contiguous
-from megatron_blackmamba.ops.triton_support import GRID
+from megatron_blackmamba.ops.triton_support import GRID, older_than
 
 TAKES = Takes("cuda", UP_TO_FP32)
 LEVELS = CHUNK.bit_length() - 1
 BLOCK, NARROW = 32, 16
 """Channels of a tile; and key channels of one beside which a program holds decays of each channel."""
+
+
+def unavailable() -> str | None:
+    """Return why it is not used here: Triton 3.5 fails to compile `meet` for one decay a head."""
+    return None if interpreted() else older_than((3, 6))
 
 
 def unsupported(inputs: Inputs) -> str | None:
