@@ -4,15 +4,19 @@ import csv
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import zstandard
+from typer.testing import CliRunner
 
+from megatron_blackmamba.cli import app
 from megatron_blackmamba.data_tools.evaluation_items import Item, read_evaluations
-from megatron_blackmamba.data_tools.origins import CleaningManifest
+from megatron_blackmamba.data_tools.origins import WORK, CleaningManifest
 from megatron_blackmamba.data_tools.provenance import origin, places_of
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.words import information, normalize, spans, split_words
@@ -23,8 +27,9 @@ pytest.importorskip("datatrove", reason="datatrove is not installed: pip install
 from megatron_blackmamba.data_tools.decontamination import REPORT, SHORTEST, cut_out
 from megatron_blackmamba.data_tools.item_index import ItemIndex
 from tests.data_tools.leaks import FORMS, generated, plant, recall
-from tests.data_tools.test_cleaning import clean
+from tests.data_tools.test_cleaning import clean, lives
 from tests.thorough import thorough
+from tests.waiting import wait_until
 
 GSM8K = {
     "question": "Janet's ducks lay 16 eggs per day. She eats 3 for breakfast and bakes 4 muffins for her friends. "
@@ -311,3 +316,70 @@ def test_items_and_fields_are_printed_before_the_run(cut, tmp_path):
     assert header.split() == ["name", "items", "looked", "for", "too", "short", "fields"]
     assert row.split() == ["own.jsonl", "2", "1", "1", "question"]
     assert "kept 2 documents, removed 1, cut 1 passages" in done.stdout and REPORT in done.stdout
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """A mixture of three sources, with a folder of raw files each, in which some documents hold an item."""
+    item = "Which otter juggled seven lanterns beside the frozen harbour yesterday?"
+    write(tmp_path / "own.jsonl", [{"question": item}])
+    for number, name in enumerate(("web", "code", "papers")):
+        (tmp_path / "raw" / name).mkdir(parents=True)
+        for file in range(3):
+            texts = [f"{FILLER} {item} {FILLER}"] * number + [FILLER] * 2
+            write(tmp_path / "raw" / name / f"{file}.jsonl", [{"text": text} for text in texts])
+    sources = ", ".join(f"{{name: {name}, shards: {name}}}" for name in ("web", "code", "papers"))
+    (tmp_path / "mix.yaml").write_text(f"sources: [{sources}]\n")
+    options = ["--mixture", tmp_path / "mix.yaml", "--against", tmp_path / "own.jsonl", "--part-size", "1KB"]
+    return lambda out: ["decontaminate", tmp_path / "raw", tmp_path / out, *options]
+
+
+def test_each_source_of_a_mixture_is_cleaned(corpora, tmp_path):
+    found = clean(*corpora("out"))["corpora"]
+    assert {name: (counts["kept"], counts["cut"]) for name, counts in found.items()} == {
+        "web": (6, 0), "code": (9, 3), "papers": (12, 6),
+    }  # fmt: skip
+    assert all("juggled" not in record["text"] for record in kept(tmp_path / "out/papers").values())
+    again = CliRunner().invoke(app, ["data", *map(str, corpora("out"))]).stdout.splitlines()
+    assert [line.split() for line in again[-4:]] == [
+        ["corpus", "kept", "removed", "cut", "items", "found", "passages"],
+        ["web", "6", "0", "0", "0", "0"],
+        ["code", "9", "0", "3", "1", "3"],
+        ["papers", "12", "0", "6", "1", "6"],
+    ]
+
+
+def test_a_mixture_is_refused_before_any_work(corpora, tmp_path):
+    write(tmp_path / "raw/papers/more.jsonl", [{"text": FILLER}])
+    clean(*corpora("out"))
+    write(tmp_path / "raw/papers/more.jsonl", [{"text": "another text"}])
+    (tmp_path / "out/web/part_00001.jsonl.zst").unlink()
+    with pytest.raises(InputError, match=r"out/papers: was made with other inputs"):
+        clean(*corpora("out"))
+    shutil.rmtree(tmp_path / "raw/code")
+    with pytest.raises(InputError, match=r"no folder \S+raw/code\. Give each source of the mixture one"):
+        clean(*corpora("new"))
+    assert not (tmp_path / "new").exists()
+
+
+@thorough
+def test_a_killed_mixture_continues(corpora, tmp_path):
+    command = [sys.executable, "-m", "megatron_blackmamba", "data", *map(str, corpora("killed")), "--workers", "1"]
+    for source in ("web", "code"):
+        process = subprocess.Popen(command, start_new_session=True)
+        done = tmp_path / "killed" / source / WORK / "decontaminate/1_documents/completions"
+        while process.poll() is None and not (done.is_dir() and any(done.iterdir())):
+            time.sleep(0.01)
+        assert process.poll() is None, "ended before it was killed"
+        process.kill()
+        process.wait()
+        wait_until(lambda group=process.pid: not lives(group), seconds=300)
+    assert not (tmp_path / "killed/papers/removed.tsv").exists()
+    results = [clean(*corpora(out)) for out in ("killed", "whole")]
+
+    def content(out):
+        return {path.relative_to(out): path.read_bytes() for path in out.glob("*/*") if path.is_file()}
+
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    assert len(content(tmp_path / "whole")) == 3 * (3 + 3)
+    assert [list(each["corpora"]) for each in results] == [["web", "code", "papers"]] * 2
