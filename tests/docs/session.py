@@ -42,7 +42,7 @@ with socket.socket(socket.AF_UNIX) as there:
     code = there.recv(16)
 sys.exit(int(code) if code else 70)
 """
-STEPS = 2
+STEPS = 1
 WHOLE = "WHOLE_RUNS"
 """Variable of a block whose runs are not shortened."""
 PRELOADED = (
@@ -55,7 +55,7 @@ PRELOADED = (
 class Session:
     """Run shell and Python code in a folder, with a `blackmamba` on the PATH that starts at once.
 
-    The processes that `--nproc` starts are such programs too, and those of the quickstart and of studies. A signal to
+    The processes that `--nproc` starts are such programs too, and those of quickstart, studies and exports. A signal to
     such a program reaches the fork.
     """
 
@@ -170,7 +170,7 @@ def _answer(asking: socket.socket, cli) -> None:
 
 def _run(words: list[str], cli) -> int:
     program = Path(words[0]).name
-    if "--nproc" in words or words[1:2] in (["quickstart"], ["study"]):
+    if "--nproc" in words or words[1:2] in (["quickstart"], ["study"], ["export"]):
         sys.executable = str(Path(words[0]).with_name("run-python"))
     if words[1:3] == ["-m", "megatron_blackmamba"]:
         program, sys.argv = "blackmamba", words[2:]

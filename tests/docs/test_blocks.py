@@ -1,4 +1,4 @@
-"""The blocks of the pages run in order, as printed; runs end after two steps.
+"""The blocks of the pages run in order, as printed; runs end after one step.
 
 A line is left out only if `ELSEWHERE` names the test that runs it. Blocks marked `shell` need more than a laptop:
 `NEEDS` says what, and test_commands.py checks that their commands exist.

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
+from megatron_blackmamba.inference.weights import decodings
 from megatron_blackmamba.registry import KindError
 from tests.layers.running_mean.kind import RunningMean
 from tests.runtime.ranks import fork_script
@@ -53,6 +54,30 @@ def test_new_kind_is_saved_from_memory(went):
 
 def test_export_refuses_new_kind_by_name(went):
     assert "running mean layers (A) have no class in the modeling files" in went["refused"]["answer"]
+
+
+class Plain(layers.LayerKind):
+    letter, name = "P", "plain"
+
+    def weights(self, model):
+        D = model.hidden_size
+        return {"in_proj.weight": layers.by_rows(D, x=D, gate=2 * D), "out_proj.weight": layers.by_columns(D, out=D)}
+
+    def between(self, x, gate, inputs):
+        return x
+
+
+def test_answers_of_a_kind_follow_from_its_weights():
+    layers.register(Plain)
+    try:
+        model, kind = load("tiny", ["model.pattern=PE"]).model, layers.kind_of("P")
+        assert [size for _, size, _ in kind.divisions(model)] == [64, 128, 64]
+        assert kind.costs.flops(model, 32) == {"plain": 2 * 4 * 64 * 64}
+        assert layers.obstacles(model) == ["plain layers (P) have no class in the modeling files"]
+        with pytest.raises(ValueError, match=r"plain layers \(P\) do not decode: Plain\.decode names no class"):
+            decodings(model)
+    finally:
+        layers.unregister("P")
 
 
 def test_registry_refuses_missing_answers_by_name():
