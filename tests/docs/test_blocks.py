@@ -40,7 +40,15 @@ OTHER_TESTS = {  # page -> the test that runs its blocks
 RUN = [page for page in PAGES if page.name not in OTHER_TESTS and any(blocks(page))]
 NEEDS = {  # what a line in a block marked `shell` needs -> its start
     "a Slurm cluster": (
-        *("source scripts/slurm/nccl.env", "srun ", "sbatch ", "squeue ", "scancel ", "tail -F runs/blackmamba_1.5b/"),
+        *(
+            "source scripts/slurm/nccl.env",
+            "srun ",
+            "for name in $(ls /clean); do sbatch ",
+            "sbatch ",
+            "squeue ",
+            "scancel ",
+            "tail -F runs/blackmamba_1.5b/",
+        ),
         *("blackmamba launch ", "blackmamba report runs/blackmamba_1.5b"),
     ),
     "a clone of Megatron-LM": ("git clone --branch core_", "PYTHONPATH=Megatron-LM torchrun "),
@@ -54,6 +62,7 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         *(
             "git clone ",
             "make ",
+            "grep '^hf ' prepare.sh",
             "hf download ",
             "source .venv/bin/activate",
             "pip install ",
@@ -78,12 +87,12 @@ NEEDS = {  # what a line in a block marked `shell` needs -> its start
         ".venv/bin/blackmamba study trend_gpu ",
     ),
     "the paper's corpora": (
-        *("blackmamba data tokenize /raw/", "blackmamba data decontaminate /raw/"),
+        *("blackmamba data tokenize /raw/", "blackmamba data decontaminate /raw /clean "),
         "BLACKMAMBA_DATA=/tokens ",
         "blackmamba evaluate runs/blackmamba_1.5b ",
     ),
     "today's corpora (tests/docs/test_cluster_path.py)": (
-        *("blackmamba data corpora ", "bash -e prepare.sh", "export BLACKMAMBA_DATA="),
+        *("blackmamba data corpora ", "bash -e prepare.sh", "bash -e tokenize.sh", "export BLACKMAMBA_DATA="),
         "blackmamba plan blackmamba_1.5b data.mixture=open_mix ",
     ),
     "minutes": ("python -m benchmarks.",),
