@@ -11,6 +11,7 @@ from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import column, row
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.context import several
+from megatron_blackmamba.registry import KindError
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
@@ -48,6 +49,8 @@ class KindMixer(RecurrentMixer):
         self, config: MegatronConfig, layer_number: int, pg_collection: ProcessGroupCollection, kind: LayerKind
     ) -> None:
         own = dict(kind.weights(config.described))
+        if missing := {"in_proj.weight", "out_proj.weight"} - own.keys():
+            raise KindError(f"{type(kind).__name__}.weights lacks {', '.join(sorted(missing))}. Or name a mixer instead.")
         first, last = own.pop("in_proj.weight"), own.pop("out_proj.weight")
         super().__init__(config, pg_collection, first.shape[0])
         self.kind, self.own, self.parts = kind, own, first.share(self.tp_group.size())
