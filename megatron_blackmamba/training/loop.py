@@ -339,7 +339,10 @@ class Trainer:
         step, complete, asked = self.progress.step, not self.steps_left, outcome is Outcome.STOPPED_ON_REQUEST
         saved = self.keeper.last(step, wanted=outcome is not Outcome.GAVE_UP and self.weights_work())
         done = outcome is Outcome.DONE
-        self.keeper.close(finish=done, export=step if saved and complete and done else None)
+        if saved and complete and done:
+            self.keeper.export_last(step)
+        if not done:
+            self.keeper.close()
         self.batches.close()
         if step > (self.begun_at or 0):
             self.watch.shards.end(self.event, self.config.data.mixture)
@@ -353,7 +356,7 @@ class Trainer:
         else:
             self.event(events.Done(saved=saved))
         self.keeper.mark(done=outcome is Outcome.DONE and complete, requeue=outcome is Outcome.STOPPED_ON_REQUEST)
-        self.keeper.finish_scores(lambda: self.stop.asked)
+        self.keeper.finish(lambda: self.stop.asked)
         self.journal.close()
         self.keeper.unlock()
         return outcome
