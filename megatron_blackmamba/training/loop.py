@@ -143,7 +143,7 @@ class Trainer:
                 if verdict.action is Action.STOP:
                     return self.end(Outcome.GAVE_UP)
                 if verdict.action is Action.REWIND:
-                    self.rewind(verdict.cause)
+                    self.rewind(verdict)
                 self.keeper.after_step(self.progress.step, good=not self.watch.in_bad_streak)
                 if self.asked_to_stop and not self.over:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
@@ -320,13 +320,13 @@ class Trainer:
                 found["validation_of_average"] = self.validate()
         return found
 
-    def rewind(self, cause: Cause | None) -> None:
-        """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""
-        step, rewound_from = self.keeper.settled(), self.progress.step
+    def rewind(self, verdict: Verdict) -> None:
+        """Go back to a checkpoint; unless replicas differed, train past the batch from there."""
+        step, rewound_from = verdict.rewind_to, self.progress.step
         assert step is not None  # `Watch.settle` asks for a rewind only where there is a checkpoint
         (first, end), before, now = self.progress.last_batch, self.progress.passed_over, []
         self.resume(step)
-        if cause is not Cause.REPLICAS:
+        if verdict.cause is not Cause.REPLICAS:
             more = (self.config.training.guard.rewind_batches - 1) * self.batch
             now = [(max(self.progress.next_sample, first - more), end - 1)]
         self.progress.passed_over = [*before, *now]  # past its planned length the data goes on as planned
