@@ -50,7 +50,7 @@ class KindMixer(RecurrentMixer):
     ) -> None:
         own = dict(kind.weights(config.described))
         if missing := {"in_proj.weight", "out_proj.weight"} - own.keys():
-            raise KindError(f"{type(kind).__name__}.weights lacks {', '.join(sorted(missing))}. Or name a mixer instead.")
+            raise KindError(f"{type(kind).__name__}.weights lacks {', '.join(sorted(missing))}, and it names no mixer.")
         first, last = own.pop("in_proj.weight"), own.pop("out_proj.weight")
         super().__init__(config, pg_collection, first.shape[0])
         self.kind, self.own, self.parts = kind, own, first.share(self.tp_group.size())

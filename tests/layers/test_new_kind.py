@@ -5,7 +5,9 @@ import pytest
 from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.inference.weights import decodings
+from megatron_blackmamba.model import build
 from megatron_blackmamba.registry import KindError
+from megatron_blackmamba.runtime import world
 from tests.layers.running_mean.kind import RunningMean
 from tests.runtime.ranks import fork_script
 
@@ -78,6 +80,24 @@ def test_answers_of_a_kind_follow_from_its_weights():
             decodings(model)
     finally:
         layers.unregister("P")
+
+
+class Unprojected(Plain):
+    letter, name = "U", "unprojected"
+
+    def weights(self, model):
+        return {"in_proj.weight": layers.by_rows(model.hidden_size, x=model.hidden_size)}
+
+
+def test_layers_without_projections_are_refused():
+    layers.register(Unprojected)
+    try:
+        config = load("tiny", ["model.pattern=UE"])
+        refused = pytest.raises(KindError, match=r"Unprojected\.weights lacks out_proj\.weight, and it names no mixer")
+        with world.fake(config.parallel, world_size=1, where="cpu") as alone, refused:
+            build(config, alone)
+    finally:
+        layers.unregister("U")
 
 
 def test_registry_refuses_missing_answers_by_name():
