@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.config import ModelConfig
+from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.interchange.canonical import HEAD, MTP_NORMS, Canonical
 from megatron_blackmamba.layers import MTP, SCALINGS, Cannot, Decoding, kinds_in
 from megatron_blackmamba.layers.decoding import tensors_of
@@ -80,7 +81,7 @@ def decodings(config: ModelConfig, pattern: str | None = None) -> list[Decoding]
     by_letter = {kind.letter: kind.decoding(config) for kind in kinds_in(pattern)}
     reasons = [answer.reason for answer in by_letter.values() if isinstance(answer, Cannot)]
     if reasons:
-        raise ValueError("; ".join(reasons))
+        raise GenerationError("; ".join(reasons))
     return [answer for letter in pattern if isinstance(answer := by_letter[letter], Decoding)]
 
 
