@@ -177,9 +177,8 @@ class LayerKind(Kind, ABC):
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         """Return how the layer decodes."""
         if self.decode is None:
-            return Cannot(
-                f"{self.name} layers ({self.letter}) do not decode: {type(self).__name__}.decode names no class"
-            )
+            what = f"{self.name} layers ({self.letter}) cannot generate, nor be scored"
+            return Cannot(f"{what}: {type(self).__name__}.decode names no class (docs/extending.md)")
         return self.decode if isinstance(self.decode, Cannot) else self._made("decode").of(model)
 
     @property

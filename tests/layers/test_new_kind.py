@@ -4,6 +4,7 @@ import pytest
 
 from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
+from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.inference.weights import decodings
 from megatron_blackmamba.model import build
 from megatron_blackmamba.registry import KindError
@@ -76,7 +77,9 @@ def test_answers_of_a_kind_follow_from_its_weights():
         assert [size for _, size, _ in kind.divisions(model)] == [64, 128, 64]
         assert kind.costs.flops(model, 32) == {"plain": 2 * 4 * 64 * 64}
         assert layers.obstacles(model) == ["plain layers (P) have no class in the modeling files"]
-        with pytest.raises(ValueError, match=r"plain layers \(P\) do not decode: Plain\.decode names no class"):
+        with pytest.raises(
+            GenerationError, match=r"plain layers \(P\) cannot generate.*: Plain\.decode names no class"
+        ):
             decodings(model)
     finally:
         layers.unregister("P")
