@@ -42,7 +42,7 @@ with socket.socket(socket.AF_UNIX) as there:
     code = there.recv(16)
 sys.exit(int(code) if code else 70)
 """
-STEPS = 1
+STOP, STEPS = "training.stop_after_steps=", 1
 WHOLE = "WHOLE_RUNS"
 """Variable of a block whose runs are not shortened."""
 PRELOADED = (
@@ -116,10 +116,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """Return a command with fewer steps, unless the block has its own ones."""
-    if words[1:2] != ["train"] or WHOLE in os.environ:
+    """Return a command with fewer steps, unless the block says where to stop."""
+    if words[1:2] != ["train"] or WHOLE in os.environ or any(word.startswith(STOP) for word in words):
         return words
-    return [*words, f"training.stop_after_steps={STEPS}"]
+    return [*words, f"{STOP}{STEPS}"]
 
 
 def _serve(path: str) -> None:
