@@ -42,7 +42,9 @@ with socket.socket(socket.AF_UNIX) as there:
     code = there.recv(16)
 sys.exit(int(code) if code else 70)
 """
-STOP, STEPS = "training.stop_after_steps=", 1
+STEPS = 2
+QUICK = "ONE_STEP"
+"""Variable of a block whose runs take one step, and whose exports are compared without importing anything again."""
 WHOLE = "WHOLE_RUNS"
 """Variable of a block whose runs are not shortened."""
 PRELOADED = (
@@ -55,7 +57,7 @@ PRELOADED = (
 class Session:
     """Run shell and Python code in a folder, with a `blackmamba` on the PATH that starts at once.
 
-    The processes that `--nproc` starts are such programs too, and those of quickstart, studies and exports. A signal to
+    The processes that `--nproc` starts are such programs too, and those of the quickstart and of studies. A signal to
     such a program reaches the fork.
     """
 
@@ -116,10 +118,10 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """Return a command with fewer steps, unless the block says where to stop."""
-    if words[1:2] != ["train"] or WHOLE in os.environ or any(word.startswith(STOP) for word in words):
+    """Return a command with fewer steps, unless the block has its own ones."""
+    if words[1:2] != ["train"] or WHOLE in os.environ:
         return words
-    return [*words, f"{STOP}{STEPS}"]
+    return [*words, f"training.stop_after_steps={1 if QUICK in os.environ else STEPS}"]
 
 
 def _serve(path: str) -> None:
@@ -170,7 +172,8 @@ def _answer(asking: socket.socket, cli) -> None:
 
 def _run(words: list[str], cli) -> int:
     program = Path(words[0]).name
-    if "--nproc" in words or words[1:2] in (["quickstart"], ["study"], ["export"]):
+    forked = ("quickstart", "study", *(["export"] if QUICK in os.environ else []))
+    if "--nproc" in words or (words[1:2] and words[1] in forked):
         sys.executable = str(Path(words[0]).with_name("run-python"))
     if words[1:3] == ["-m", "megatron_blackmamba"]:
         program, sys.argv = "blackmamba", words[2:]

@@ -1,4 +1,4 @@
-"""The blocks of the pages run in order, as printed; runs end after one step.
+"""The blocks of the pages run in order, as printed; runs end after two steps, or one.
 
 A line is left out only if `ELSEWHERE` names the test that runs it. Blocks marked `shell` need more than a laptop:
 `NEEDS` says what, and test_commands.py checks that their commands exist.
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.docs.session import ROOT, blocks
+from tests.docs.session import QUICK, ROOT, blocks
 from tests.thorough import thorough
 
 pytestmark = pytest.mark.xdist_group("pages")
@@ -113,7 +113,8 @@ TO_RUN = [pytest.param(page, marks=[] if page.name in EVERYDAY else thorough, id
 def test_page_runs_as_printed(page, session, quickstart, tmp_path):
     shutil.copytree(quickstart, tmp_path, dirs_exist_ok=True)
     for language, code in blocks(page):
-        done = session.run(_without_lines_run_elsewhere(code), tmp_path, language)
+        quick = {QUICK: "1"} if page.name in EVERYDAY else {}
+        done = session.run(_without_lines_run_elsewhere(code), tmp_path, language, **quick)
         assert done.returncode == 0, f"{page.name}:\n{code}\n{done.stdout[-3000:]}"
 
 
