@@ -29,8 +29,8 @@ from megatron_blackmamba.model.channels import Channels
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import row
-from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import RMSNorm
+from megatron_blackmamba.model.recurrent_mixer import RecurrentMixer
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part

@@ -5,7 +5,7 @@ Shapes: T tokens, E experts.
 
 from torch import Tensor
 
-from megatron_blackmamba.model.bias_routers import BiasRouter
+from megatron_blackmamba.model.state_router import BiasRouter
 from megatron_blackmamba.routers.quantile.kind import BINS, balancing_bias, histogram_of_needs
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_blackmamba.model.bias_routers import BiasRouter
+from megatron_blackmamba.model.state_router import BiasRouter
 from megatron_blackmamba.routers import Tokens
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_blackmamba.model.bias_routers import BiasRouter
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.router import Measured
+from megatron_blackmamba.model.state_router import BiasRouter
 from megatron_blackmamba.ops.fp32_linear import fp32_linear
 from megatron_blackmamba.routers import Routed
 from megatron_blackmamba.routers.zaya.arithmetic import logits_and_state
