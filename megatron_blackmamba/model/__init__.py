@@ -4,4 +4,4 @@ import megatron_blackmamba.engine.parts  # changes megatron-core before it is im
 from megatron_blackmamba.model.build import build
 from megatron_blackmamba.model.config import to_megatron
 from megatron_blackmamba.model.language_model import LanguageModel
-from megatron_blackmamba.model.router_update import remind_of_expert_bias, update_expert_bias
+from megatron_blackmamba.model.router_update import remind_of_update, update_routers

@@ -13,7 +13,7 @@ class QuantileRouter(BiasRouter):
     """The bias follows the quantiles of what tokens need to reach an expert."""
 
     def nothing(self) -> Tensor:
-        return self._counts(self.num_experts, BINS)
+        return self.zero_counts(self.num_experts, BINS)
 
     def gather(self, logits_TE: Tensor, chosen: Tensor) -> None:
         self.gathered += histogram_of_needs(self.use.scored(logits_TE), self.expert_bias, self.described.top_k)
