@@ -217,11 +217,8 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
             )
         for kind in self.mamba_moe_layers:
-            named = ("r", "mamba2", "mamba3", "delta", "attention", "mlp")
-            if kind not in named and not (kind.isdecimal() and int(kind) > 0):
-                raise ValueError(
-                    f"mamba_moe_layers: an entry is {', '.join(map(repr, named))} or a number of experts, not {kind!r}"
-                )
+            if not kind.isidentifier() and not (kind.isdecimal() and int(kind) > 0):
+                raise ValueError(f"mamba_moe_layers: an entry is a name or a number of experts, not {kind!r}")
             if kind.isdecimal() and not 1 <= self.num_experts_per_tok <= int(kind):
                 raise ValueError(f"num_experts_per_tok must be 1 to {kind}, not {self.num_experts_per_tok}")
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:

@@ -135,6 +135,12 @@ class LayerKind(Kind, ABC):
     entry: ClassVar[str | Cannot]
     """The layer's entry in an export's list of layers, or why there is none."""
 
+    modeling: ClassVar[str | None] = None
+    """The layer's class in exports, as "package.module:class", if it is not in `hf/`. Exports get a copy of the file.
+
+    Beside torch and transformers it imports only from `megatron_blackmamba.hf`.
+    """
+
     def exported(self, model: ModelConfig) -> str | Cannot:
         """Return the entry of a model's layers."""
         return self.entry
@@ -153,6 +159,10 @@ class LayerKind(Kind, ABC):
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of an export's config.json that only this kind needs."""
+        return {}
+
+    def derived_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return those whose null follows from others, with the value that follows."""
         return {}
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A layer kind whose first matrix has rows of two meanings, and whose mixer says nothing of checkpoints or layouts."""
 
-from megatron_blackmamba.layers import by_rows
+from megatron_blackmamba.layers import Cannot, by_rows
 from tests.layers.running_mean.kind import RunningMean
 
 
@@ -9,6 +9,7 @@ class Fused(RunningMean):
 
     letter, name = "F", "gated mean"
     mixer = "tests.layers.fused_mixer:GatedMixer"
+    entry, modeling = Cannot("gated mean layers (F) have no class in the modeling files"), None
 
     def weights(self, model):
         D = model.hidden_size

@@ -1,6 +1,6 @@
 """The mean of all tokens so far, between two projections, times a gain for each channel."""
 
-from megatron_blackmamba.layers import Cannot, Division, LayerKind, by_columns, by_rows
+from megatron_blackmamba.layers import Division, LayerKind, by_columns, by_rows
 
 
 class RunningMean(LayerKind):
@@ -8,8 +8,8 @@ class RunningMean(LayerKind):
     mixer = f"{__package__}.mixer:MeanMixer"
     cost = f"{__package__}.cost:MeanCost"
     decode = f"{__package__}.decode:MeanDecoding"
-    part, writes_to_residual = "mean", ("out_proj.weight",)
-    entry = Cannot("running mean layers (A) have no class in the modeling files")
+    modeling = f"{__package__}.exported:MeanMixer"
+    part, entry, writes_to_residual = "mean", "mean", ("out_proj.weight",)
 
     def divisions(self, model):
         return [Division("model.hidden_size", model.hidden_size, "tensor")]
