@@ -49,6 +49,7 @@ CPU = (
               ("--pair", "blackmamba_340m_1.5b", "--steps", "3")),
     Benchmark("generation", "time per generated token, 6 of the 1.5B model's 30 layers",
               ("--layers", "6", "--lengths", "10", "500", "--repeats", "5"), 150),
+    Benchmark("sampling", "the next token of 50,304 logits"),
     Benchmark("tokenization", "tokens per CPU-second", ("--megabytes", "6", "--repeats", "1"), 150),
     Benchmark("mixture_scale", "starting a 300B-token run", ("--documents", "3e6", "--repeats", "1"), 240),
 )  # fmt: skip

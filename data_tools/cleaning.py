@@ -31,12 +31,12 @@ except ImportError:  # said by `require_datatrove`
     LocalPipelineExecutor = SlurmPipelineExecutor = PipelineExecutor = PipelineStep = object
 
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.options import CleaningOptions
 from megatron_blackmamba.data_tools.origins import DONE, SETTINGS, WORK
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.sources import Source
-from megatron_blackmamba.data_tools.workers import usable_cores
 from megatron_blackmamba.formats import atomic
 
 JOBS = "slurm_jobs"

@@ -209,9 +209,9 @@ def verify(
 
     [dim]blackmamba data verify mixture.yaml --quick[/dim]
     """
+    from megatron_blackmamba.console.cores import usable_cores
     from megatron_blackmamba.data_tools.mixture import read_mixtures, verify_mixture
     from megatron_blackmamba.data_tools.verification import verify as run
-    from megatron_blackmamba.data_tools.workers import usable_cores
     from megatron_blackmamba.formats.mixture import Mixture, collect
 
     mixtures = read_mixtures(paths)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast, get_args
 
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.hold_out import SIDES, HoldOut, Side, hold_out_of
@@ -36,7 +37,7 @@ from megatron_blackmamba.data_tools.sources import (
     split_of,
 )
 from megatron_blackmamba.data_tools.streams import STDIN, known_encoding
-from megatron_blackmamba.data_tools.workers import Made, make_shards, refuse_other_settings, usable_cores
+from megatron_blackmamba.data_tools.workers import Made, make_shards, refuse_other_settings
 from megatron_blackmamba.formats.remote import is_remote
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside
 from megatron_blackmamba.tokenizer import Backend, Tokenizer, load_tokenizer

@@ -237,10 +237,3 @@ def _same_file(made_from: SourceFile, source: Source) -> bool:
     if made_from.bytes != source.bytes:
         return False
     return made_from.modified_ns == source.modified_ns or file_sha256(source.path) == made_from.sha256
-
-
-def usable_cores() -> int:
-    """Return the number of cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))  # what Slurm or a container leaves us
-    return os.cpu_count() or 1

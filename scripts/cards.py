@@ -1,6 +1,7 @@
 """Cards of what the project claims: one file a claim in docs/cards, and the table of them in README.
 
     python -m scripts.cards check      refuse a card that is incomplete, old, or says what its page does not say
+    python -m scripts.cards changes    list what has changed in the code that a card is about since its commit
     python -m scripts.cards write      write the table into README
 
 A card is `verified` by a run of its command, `calculated` by it, or `unverified`. The first two name machine, date and
@@ -11,6 +12,7 @@ import argparse
 import datetime
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ class Card(pydantic.BaseModel, extra="forbid"):
     machine: str = ""
     date: datetime.date | None = None
     commit: str = ""
+    covers: list[str] = []
+    """The files and folders whose change may change the claim."""
     figures: list[str] = []
     """Text that the page has."""
 
@@ -47,11 +51,20 @@ class Card(pydantic.BaseModel, extra="forbid"):
             return [f"no page {self.page}"]
         if missing := missing_program(self.command, root):
             return [f"its command names {missing}, which is gone"]
+        if gone := [path for path in self.covers if not (root / path).exists()]:
+            return [f"it covers {', '.join(gone)}, which is gone"]
+        if self.status != "unverified" and not self.covers:
+            return ["it does not say which code it covers"]
         text = " ".join(page.read_text().split())
         found = [f"{self.page} does not say {figure!r}" for figure in self.figures if figure not in text]
         if self.date and (today - self.date).days > VALID_DAYS:
             found.append(f"{self.status} on {self.date}, more than {VALID_DAYS} days ago: run it again")
         return found
+
+    def changes(self, root: Path) -> str:
+        """Return what has changed since its commit in what it covers; "" for nothing."""
+        command = ["git", "diff", "--shortstat", self.commit, "HEAD", "--", *self.covers]
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def missing_program(command: str, root: Path) -> str | None:
@@ -101,8 +114,14 @@ def check(root: Path, today: datetime.date) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["check", "write"])
-    if parser.parse_args(words).verb == "write":
+    parser.add_argument("verb", choices=["check", "changes", "write"])
+    verb = parser.parse_args(words).verb
+    if verb == "changes":
+        for name, card in read(CARDS).items():
+            if card.status != "unverified":
+                print(f"{name}: {card.changes(ROOT) or 'nothing'} since {card.commit} ({card.date})")
+        return 0
+    if verb == "write":
         readme = ROOT / "README.md"
         readme.write_text(with_table(readme.read_text(), read(CARDS)))
     problems = check(ROOT, datetime.date.today())

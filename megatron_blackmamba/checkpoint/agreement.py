@@ -30,12 +30,12 @@ def together(world: World, on_main: Callable[[], None], what: str) -> None:
 
 
 def found_by_main(world: World, find: Callable[[], T]) -> T:
-    """Return what rank 0 finds; if it refuses, every rank raises its error."""
+    """Return what rank 0 finds; if that fails, every rank raises its error."""
     found: list[Any] = [None, None]
     if world.is_main:
         try:
             found[0] = find()
-        except ValueError as error:
+        except Exception as error:
             found[1] = error
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:

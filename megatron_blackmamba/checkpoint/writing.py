@@ -59,7 +59,11 @@ class Write:
 
     def start(self) -> None:
         """Copy the tensors to host memory and fork the process that writes them."""
-        buckets = self._staged = [_staged(bucket) for bucket in self._writer.write_buckets or []]
+        try:
+            buckets = self._staged = [_staged(bucket) for bucket in self._writer.write_buckets or []]
+        except (RuntimeError, MemoryError) as error:  # torch raises either for want of memory
+            self._part = Part(problem=f"copying its tensors to host memory: {error}")
+            return
         if not buckets:  # this rank has nothing to write
             self._part = Part()
             return

@@ -78,7 +78,8 @@ class EpochDataset(WindowDataset):
 
         Args:
             samples: Number of samples that the run reads.
-            max_epochs: Refuse a run that reads more.
+            max_epochs: Refuse a run that plans to read more. One that passes over samples after a spike reads on past
+                the plan, and none more often.
             reads: What earlier runs with other sequence lengths have read.
         """
         super().__init__(name, fingerprint, samples, sequence_length)
@@ -90,8 +91,7 @@ class EpochDataset(WindowDataset):
             )
         self._epochs = SourceEpochs(stream.tokens, sequence_length, reads)
         self.order = WindowOrder(self._epochs, f"{seed} {fingerprint}")
-        self.limit = None if max_epochs is None else self._epochs.most_samples(max_epochs)
-        if self.limit is not None and samples > self.limit:
+        if max_epochs is not None and samples > self._epochs.most_samples(max_epochs):
             raise DataError(
                 f"source {name!r}: the plan reads {samples} samples, {self.epochs(samples):.4f} epochs of "
                 f"{stream.tokens} tokens, and its max_epochs is {max_epochs}: lower its weight, train on fewer tokens, "
@@ -112,8 +112,8 @@ class EpochDataset(WindowDataset):
 
     def place(self, index: int) -> int:
         """Return the position of the first token of sample `index`."""
-        if index < 0 or (self.limit is not None and index >= self.limit):
-            raise DataError(f"source {self.name!r}: sample {index} lies beyond max_epochs ({self.limit} samples)")
+        if index < 0:
+            raise IndexError(f"sample {index} of source {self.name!r}")
         return self.order.place(index)
 
     def window(self, index: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.evaluation.errors import EvaluationError
 from megatron_blackmamba.evaluation.scoring import Batch, Score, score, score_all
 from megatron_blackmamba.inference import Decoder, load
@@ -43,7 +44,7 @@ class Pool:
         devices = context.Queue()
         for number in range(processes):
             devices.put(_device(device, number))
-        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        threads = max(1, usable_cores() // processes)
         self._pool = ProcessPoolExecutor(
             processes, context, initializer=_begin, initargs=(load_model, devices, threads, os.getpid())
         )

@@ -5,7 +5,7 @@ Shapes: B batch, V vocabulary.
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -16,6 +16,9 @@ from torch import Tensor
 
 COLDEST = 1e-300
 """Lower bound of the temperatures that are computed with: GPUs multiply by the reciprocal, which must be finite."""
+
+HEAD = 1024
+"""How many of the most likely tokens are looked at first."""
 
 
 class GenerationError(ValueError):
@@ -117,13 +120,34 @@ class Sampler:
         return tokens_B
 
     def _draw(self, logits_BV: Tensor) -> Tensor:
-        weights_BV, order_BV = allowed(logits_BV, self.sampling)
-        ends_BV = weights_BV.cumsum(dim=-1)
         uniform_B = torch.tensor([stream.random() for stream in self.streams], dtype=torch.float64)
-        aims_B1 = uniform_B.to(ends_BV.device)[:, None] * ends_BV[:, -1:]
-        last_B1 = (weights_BV > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not lead past it
-        place_B1 = torch.searchsorted(ends_BV, aims_B1, right=True).minimum(last_B1)
-        return order_BV.gather(1, place_B1)[:, 0]
+        uniform_B1 = uniform_B.to(logits_BV.device)[:, None]
+        if logits_BV.shape[-1] > 2 * HEAD:  # sorting all of them takes longer than the rest
+            tokens_B, known_B = drawn(logits_BV, uniform_B1, self.sampling, HEAD)
+            if bool(known_B.all()):
+                return tokens_B
+        return drawn(logits_BV, uniform_B1, self.sampling, logits_BV.shape[-1])[0]
+
+
+def next_tokens(samplers: Sequence[Sampler], logits_BV: Tensor, likeliest: Sequence[int] | None = None) -> list[int]:
+    """Return the next tokens of rows that have samplers of their own; -1 where the logits are not finite.
+
+    Rows with equal options are drawn together: the texts are the same, the time is that of one.
+    likeliest: the tokens with the largest logits, -1 as above, if known.
+    """
+    finite = [token >= 0 for token in likeliest] if likeliest else torch.isfinite(logits_BV).all(dim=-1).tolist()
+    tokens, together = list(likeliest or [-1] * len(samplers)), defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        if finite[row] and not (likeliest and sampler.greedy):
+            together[sampler.sampling if sampler.seen_BV is None else row].append(row)
+    for rows in together.values():
+        one = samplers[rows[0]]
+        if len(rows) > 1:
+            streams = [stream for row in rows for stream in samplers[row].streams]
+            one = Sampler(one.sampling, (), logits_BV.shape[-1], logits_BV.device, streams)
+        for row, token in zip(rows, one(logits_BV[rows]).tolist(), strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def require_finite(finite: bool) -> None:
@@ -131,21 +155,56 @@ def require_finite(finite: bool) -> None:
         raise GenerationError("the logits are not finite: the model's weights contain NaN or are far too large")
 
 
-def allowed(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return the tokens, most likely first, and their fp64 weights, which are 0 for excluded tokens.
+def drawn(logits_BV: Tensor, uniform_B1: Tensor, sampling: Sampling, among: int) -> tuple[Tensor, Tensor]:
+    """Return a token of each row, and whether it is known to be what all logits give.
 
-    The filters are applied in the order of transformers: top_k, top_p, min_p. The weights come first in the result.
+    uniform_B1: random numbers in [0, 1).
+    among: how many of the most likely tokens to look at. That they suffice is not known if the drawn one may lie behind
+        them, if the filters may admit others, or if it is as likely as the last of them, since ties go by token id.
     """
-    scaled_BV, order_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-    scaled_BV = (scaled_BV - scaled_BV[:, :1]) / max(sampling.temperature, COLDEST)  # at most 0: no NaN by overflow
+    weights_BK, order_BK, untied_B1 = allowed(logits_BV, sampling, among)
+    ends_BK = weights_BK.cumsum(dim=-1)
+    all_there_B1 = weights_BK[:, -1:] == 0
+    if among >= logits_BV.shape[-1]:
+        all_there_B1 = torch.ones_like(all_there_B1)
+    total_B1 = torch.where(all_there_B1, ends_BK[:, -1:], 1.0)
+    place_B1 = torch.searchsorted(ends_BK, uniform_B1 * total_B1, right=True)
+    known_B1 = place_B1 < untied_B1
+    known_B1 &= all_there_B1 if sampling.top_p < 1 or sampling.min_p else True
+    last_B1 = (weights_BK > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not lead past it
+    return order_BK.gather(1, place_B1.minimum(last_B1))[:, 0], known_B1[:, 0]
+
+
+def allowed(logits_BV: Tensor, sampling: Sampling, among: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fp64 weights of the likeliest tokens, which are 0 for excluded ones; these tokens, likeliest first;
+    and how many of them are likelier than the last.
+
+    The filters are applied in the order of transformers: top_k, top_p, min_p.
+    """
+    scaled_BK, order_BK, untied_B1 = likeliest_first(logits_BV, among)
+    temperature, best_B1 = max(sampling.temperature, COLDEST), scaled_BK[:, :1]
+    scaled_BK = (scaled_BK - best_B1) / temperature  # at most 0: no NaN by overflow
     if sampling.top_k:
-        scaled_BV[:, sampling.top_k :] = -math.inf
-    probabilities_BV = torch.softmax(scaled_BV, dim=-1)
+        scaled_BK[:, sampling.top_k :] = -math.inf
+    weights_BK = scaled_BK.exp()
+    if (sampling.top_k and sampling.top_k <= weights_BK.shape[-1]) or among >= logits_BV.shape[-1]:
+        total_B1 = weights_BK.sum(dim=-1, keepdim=True)
+    else:
+        total_B1 = ((logits_BV.double() - best_B1) / temperature).exp().sum(dim=-1, keepdim=True)
+    weights_BK = weights_BK / total_B1
     if sampling.top_p < 1:
-        before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV  # the likeliest token always stays
-        probabilities_BV = probabilities_BV.masked_fill(before_BV >= sampling.top_p, 0.0)
+        before_BK = weights_BK.cumsum(dim=-1) - weights_BK  # the likeliest token always stays
+        weights_BK = weights_BK.masked_fill(before_BK >= sampling.top_p, 0.0)
     if sampling.min_p:
-        probabilities_BV = probabilities_BV.masked_fill(
-            probabilities_BV < sampling.min_p * probabilities_BV[:, :1], 0.0
-        )
-    return probabilities_BV, order_BV
+        weights_BK = weights_BK.masked_fill(weights_BK < sampling.min_p * weights_BK[:, :1], 0.0)
+    return weights_BK, order_BK, untied_B1
+
+
+def likeliest_first(logits_BV: Tensor, among: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest logits in fp64, in order, equal ones by token id; their tokens; how many exceed the last."""
+    if among >= logits_BV.shape[-1]:
+        values_BV, order_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+        return values_BV, order_BV, torch.full_like(order_BV[:, :1], order_BV.shape[-1])
+    order_BK = logits_BV.topk(among, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values_BK, places_BK = logits_BV.gather(1, order_BK).double().sort(dim=-1, descending=True, stable=True)
+    return values_BK, order_BK.gather(1, places_BK), (values_BK > values_BK[:, -1:]).sum(dim=-1, keepdim=True)

@@ -1,7 +1,6 @@
 """Weight files written by several processes: each opens the source itself and reads only the tensors of its files."""
 
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.interchange import hf, native, safetensors_io
 from megatron_blackmamba.interchange.canonical import InterchangeError, cast, finite, watched
 from megatron_blackmamba.interchange.open import open_model
@@ -34,7 +34,7 @@ def write_files(
     names = [(path, list(entries)) for path, entries in files.items()]
     context = interrupts.spawn_context()
     running: dict[Connection, multiprocessing.process.BaseProcess] = {}
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, usable_cores() // processes)
     try:
         for number in range(min(processes, len(names))):
             ours, theirs = context.Pipe(duplex=False)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.launch.allreduce import AllReduceError, time_all_reduce
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.runtime import machine
@@ -22,7 +23,7 @@ DRIVER = Path("/proc/driver/nvidia")
 
 def processors() -> Iterator[Finding]:
     flags, model = machine.cpuinfo("flags").split(), machine.processor()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    usable = usable_cores()
     vectors = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     yield Finding("machine", "processor", f"{model}, {usable} usable cores{', ' if vectors else ''}{' '.join(vectors)}")
 

@@ -176,7 +176,8 @@ def announce(launch: Launch) -> str:
             f"  code and config as launched   {launch.folder}",
             f"  follow the job                tail -F {shlex.quote(f'{logs}/{first}.log')}",
             f"  follow rank 0                 tail -F {shlex.quote(f'{logs}/{first}/rank-0.log')}",
-            f"  stop (it saves first)         scancel {' '.join(launch.jobs)}",
+            f"  save and queue again          scancel --batch --signal=USR1 {first}",
+            f"  stop                          scancel {' '.join(launch.jobs)}  (saves if that fits into KillWait)",
             f"  export when it is complete    {export_command(launch)} OUT",
         ]
     )

@@ -14,6 +14,7 @@ import yaml
 
 from megatron_blackmamba.config import RunConfig, load
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.run_folder import Inside, RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far, read_metrics
@@ -90,7 +91,7 @@ def usable_processes() -> int:
     import torch
 
     gpus = torch.cuda.device_count()
-    return min(2, gpus or len(os.sched_getaffinity(0)))
+    return min(2, gpus or usable_cores())
 
 
 @dataclass(frozen=True)

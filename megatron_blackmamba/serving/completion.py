@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from megatron_blackmamba.inference import Sampling
 from megatron_blackmamba.inference.sampling import GenerationError
-from megatron_blackmamba.serving.job import Experts, Job, Written
+from megatron_blackmamba.serving.job import Experts, Job, Token, Written
 from megatron_blackmamba.tokenizer import Tokenizer
 
 
@@ -172,13 +172,21 @@ class Completion:
         offsets = []
         for token in piece.tokens:
             offsets.append(self.offsets[piece.row])
-            self.offsets[piece.row] += len(token.text)
+            self.offsets[piece.row] += token.characters
         return {
             "tokens": [token.text for token in piece.tokens],
             "token_logprobs": [token.logprob for token in piece.tokens],
-            "top_logprobs": [dict(token.top) if token.top else None for token in piece.tokens],
+            "top_logprobs": [likeliest(token) for token in piece.tokens],
             "text_offset": offsets,
         }
+
+
+def likeliest(token: Token) -> dict[str, float] | None:
+    """Return the likeliest tokens; of those that read alike, the likeliest."""
+    found: dict[str, float] = {}
+    for text, logprob in token.top:
+        found.setdefault(text, logprob)
+    return found or None
 
 
 def require_model(asked: str | None, model: str) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_blackmamba.inference import Generator, State
 from megatron_blackmamba.inference.captured import Captured, Step, captures, graphs_of, likeliest, stepper
-from megatron_blackmamba.inference.sampling import GenerationError
-from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, told_tokens
+from megatron_blackmamba.inference.sampling import GenerationError, next_tokens
+from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, token_of, told_tokens
 from megatron_blackmamba.tokenizer import Tokenizer
 
 READ_ALONE, READ_BESIDE = 512, 128
@@ -191,11 +191,11 @@ class Engine:
         if tell:
             assert job.logprobs is not None
             if one.last_V is None:
-                one.tokens.append(Token(self.tokenizer.decode(piece[:1]), None))
-                before_LV, told = logits_LV[:-1], piece[1:]
+                one.tokens.append(token_of(piece[0], self.tokenizer, None))
+                before_LV, behind = logits_LV[:-1], piece[1:]
             else:
-                before_LV, told = torch.cat([one.last_V[None], logits_LV[:-1]]), piece
-            one.tokens += told_tokens(before_LV, told, job.logprobs, self.tokenizer)
+                before_LV, behind = torch.cat([one.last_V[None], logits_LV[:-1]]), piece
+            one.tokens += told_tokens(before_LV, behind, job.logprobs, self.tokenizer)
         one.last_V, one.done = logits_LV[-1], one.done + len(piece)
         if one.done < len(one.prompt):
             return True
@@ -206,12 +206,13 @@ class Engine:
         """Write the first token of each row behind a prompt; the rows that go on join the batch."""
         assert one.last_V is not None
         going_on = []
-        for row in one.rows:
+        tokens = next_tokens([row.sampler for row in one.rows], one.last_V.expand(len(one.rows), -1))
+        for row, token in zip(one.rows, tokens, strict=True):
             if row.job.echo:
                 row.job.emit(Written(row.number, self.tokenizer.decode(one.prompt), tuple(one.tokens)))
             if row.job.max_new_tokens == 0:
                 row.job.emit(Written(row.number, experts=tuple(one.experts), finished="length"))
-            elif row.advance(one.last_V, self.tokenizer, one.experts):
+            elif row.advance(token, one.last_V, self.tokenizer, one.experts):
                 going_on.append(row)
         if not going_on:
             return
@@ -237,10 +238,10 @@ class Engine:
         else:  # a captured step does not tell them
             logits_BV = self.decoder.step(batch.settled(), tokens_B, choices)
         experts = [] if choices is None else experts_of(choices)
-        keep = []
+        tokens, keep = next_tokens([row.sampler for row in batch.rows], logits_BV, best), []
         for i, row in enumerate(batch.rows):
-            read, token = experts[i : i + 1], None if best is None else best[i]
-            keep.append(self._guarded([row.job], row.advance, logits_BV[i], self.tokenizer, read, token))
+            advance = (row.advance, tokens[i], logits_BV[i], self.tokenizer, experts[i : i + 1])
+            keep.append(self._guarded([row.job], *advance))
         left = self._kept(batch, keep)
         batch.rows, batch.state, batch.step = left.rows, left.state, left.step
         return True

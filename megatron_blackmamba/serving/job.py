@@ -26,7 +26,9 @@ class Token:
     text: str
     logprob: float | None
     top: tuple[tuple[str, float], ...] = ()
-    """The likeliest tokens at this place."""
+    """The likeliest tokens at this place, the likeliest first."""
+    characters: int = 0
+    """Number of characters that begin in it."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +88,13 @@ class Row:
     written: int = 0
     last: int = -1
 
-    def advance(
-        self, logits_V: Tensor, tokenizer: Tokenizer, experts: Sequence[Experts] = (), likeliest: int | None = None
-    ) -> bool:
-        """Choose the next token and emit what it adds; return whether the row goes on.
+    def advance(self, token: int, logits_V: Tensor, tokenizer: Tokenizer, experts: Sequence[Experts] = ()) -> bool:
+        """Emit what the next token adds; return whether the row goes on.
 
+        token: -1 if the logits are not finite.
         experts: of the tokens read since the last call.
-        likeliest: the token with the largest logit, -1 if they are not finite, if known.
         """
-        if likeliest is not None and self.sampler.greedy:
-            require_finite(likeliest >= 0)
-            token = likeliest
-        else:
-            token = int(self.sampler(logits_V[None])[0])
+        require_finite(token >= 0)
         read = tuple(experts) if self.job.experts else ()
         if token == tokenizer.eod_id:
             self.job.emit(Written(self.number, self.text.rest(), experts=read, finished="stop"))
@@ -134,7 +130,13 @@ def told_tokens(logits_LV: Tensor, tokens: Sequence[int], top: int, tokenizer: T
     own = logprobs_LV.gather(1, index_L1)[:, 0].tolist()
     values_LK, ids_LK = logprobs_LV.topk(min(top, logits_LV.shape[-1]), dim=-1)
     best = [
-        tuple((tokenizer.decode([i]), value) for i, value in zip(ids, values, strict=True))
+        tuple((tokenizer.spelled(i)[0], value) for i, value in zip(ids, values, strict=True))
         for ids, values in zip(ids_LK.tolist(), values_LK.tolist(), strict=True)
     ]
-    return tuple(Token(tokenizer.decode([t]), p, b) for t, p, b in zip(tokens, own, best, strict=True))
+    return tuple(token_of(token, tokenizer, p, b) for token, p, b in zip(tokens, own, best, strict=True))
+
+
+def token_of(token: int, tokenizer: Tokenizer, logprob: float | None, top: tuple[tuple[str, float], ...] = ()) -> Token:
+    """Return what is told of a token."""
+    text, characters = tokenizer.spelled(token)
+    return Token(text, logprob, top, characters)

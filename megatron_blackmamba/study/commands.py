@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report.pictures import write_pictures
@@ -71,7 +71,7 @@ def run(study: Study, how: HowToRun) -> bool:
 
 
 def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
-    jobs = how.jobs or len(os.sched_getaffinity(0))
+    jobs = how.jobs or usable_cores()
     local = Local(study.folder / "configs", jobs, None if how.minutes is None else 60 * how.minutes, say)
     tuning = study.tuning()
     if not _do(tuning, study, how, local):

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_blackmamba.config import to_yaml
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.exits import STOPPED_ON_REQUEST
 from megatron_blackmamba.runtime.parent import follow_parent
@@ -29,7 +30,7 @@ class Local:
     def __init__(self, configs: Path, jobs: int, seconds: float | None, say: Say):
         self.configs, self.jobs, self.say = configs, jobs, say
         self.until = None if seconds is None else time.monotonic() + seconds
-        share = max(1, len(os.sched_getaffinity(0)) // jobs)
+        share = max(1, usable_cores() // jobs)
         self.threads = os.environ.get("OMP_NUM_THREADS") or str(share)
         self.running: dict[subprocess.Popen, list[Cell]] = {}
         self.stopping = False

@@ -33,6 +33,12 @@ LARGEST_ID = 2**24
 """fastokens keeps a table with a row for each id up to the largest."""
 OLDEST_FASTOKENS = "0.3.5"
 """Ids of version 0.3.2 could depend on the text that was encoded before."""
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+"""A byte in vocabularies that fall back on bytes."""
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTES = {chr(byte): byte for byte in _PRINTED}
+"""The byte of each character in vocabularies that spell bytes as GPT-2's does: printable ones stand for themselves."""
+BYTES |= {chr(256 + n): byte for n, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))}
 
 
 class TokenizerError(ValueError):
@@ -124,6 +130,25 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def spelled(self, token: int) -> tuple[str, int]:
+        """Return the text of one token, and the number of characters that begin in it.
+
+        A part of a character is spelled as OpenAI does it, such as `bytes:\\xe2\\x80`: each part has a text of its own.
+        """
+        text = self.decode([token])
+        if "\ufffd" not in text:
+            return text, len(text)
+        piece = self._reference.id_to_token(token) or ""
+        if BYTE_TOKEN.fullmatch(piece):
+            parts = bytes([int(piece[3:5], 16)])
+        elif set(piece) <= BYTES.keys():
+            parts = bytes(BYTES[character] for character in piece)
+        else:
+            return text, len(text)
+        if parts.decode(errors="replace").encode() == parts:  # the token is this character itself
+            return text, len(text)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in parts), sum(byte & 0xC0 != 0x80 for byte in parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the very bytes this tokenizer was loaded from, unless they are there already."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_blackmamba.config import RunConfig
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import machine
 from megatron_blackmamba.runtime.exits import BAD_INPUT, FINAL, INTERRUPTED, RESTARTS, STOPPED_ON_REQUEST
@@ -261,7 +262,7 @@ def _say(text: str) -> None:
 
 def _environment(processes: int, node: Node) -> Mapping[str, str]:
     """Return what all workers of this machine share."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = max(1, usable_cores() // processes)
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if node.count == 1 else {}
     return {
         "OMP_NUM_THREADS": str(threads),

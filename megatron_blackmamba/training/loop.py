@@ -143,7 +143,7 @@ class Trainer:
                 if verdict.action is Action.STOP:
                     return self.end(Outcome.GAVE_UP)
                 if verdict.action is Action.REWIND:
-                    self.rewind(verdict.cause)
+                    self.rewind(verdict)
                 self.keeper.after_step(self.progress.step, good=not self.watch.in_bad_streak)
                 if self.asked_to_stop and not self.over:
                     return self.end(Outcome.STOPPED_ON_REQUEST)
@@ -320,13 +320,13 @@ class Trainer:
                 found["validation_of_average"] = self.validate()
         return found
 
-    def rewind(self, cause: Cause | None) -> None:
-        """Go back to the newest checkpoint; unless replicas differed, train past the batch from there."""
-        step, rewound_from = self.keeper.settled(), self.progress.step
+    def rewind(self, verdict: Verdict) -> None:
+        """Go back to a checkpoint; unless replicas differed, train past the batch from there."""
+        step, rewound_from = verdict.rewind_to, self.progress.step
         assert step is not None  # `Watch.settle` asks for a rewind only where there is a checkpoint
         (first, end), before, now = self.progress.last_batch, self.progress.passed_over, []
         self.resume(step)
-        if cause is not Cause.REPLICAS:
+        if verdict.cause is not Cause.REPLICAS:
             more = (self.config.training.guard.rewind_batches - 1) * self.batch
             now = [(max(self.progress.next_sample, first - more), end - 1)]
         self.progress.passed_over = [*before, *now]  # past its planned length the data goes on as planned
@@ -339,7 +339,10 @@ class Trainer:
         step, complete, asked = self.progress.step, not self.steps_left, outcome is Outcome.STOPPED_ON_REQUEST
         saved = self.keeper.last(step, wanted=outcome is not Outcome.GAVE_UP and self.weights_work())
         done = outcome is Outcome.DONE
-        self.keeper.close(finish=done, export=step if saved and complete and done else None)
+        if saved and complete and done:
+            self.keeper.export_last(step)
+        if not done:
+            self.keeper.close()
         self.batches.close()
         if step > (self.begun_at or 0):
             self.watch.shards.end(self.event, self.config.data.mixture)
@@ -353,7 +356,7 @@ class Trainer:
         else:
             self.event(events.Done(saved=saved))
         self.keeper.mark(done=outcome is Outcome.DONE and complete, requeue=outcome is Outcome.STOPPED_ON_REQUEST)
-        self.keeper.finish_scores(lambda: self.stop.asked)
+        self.keeper.finish(lambda: self.stop.asked)
         self.journal.close()
         self.keeper.unlock()
         return outcome

@@ -11,6 +11,7 @@ import typer
 
 from megatron_blackmamba.config.arguments import Configs, compose
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.runtime.exits import INTERRUPTED, RESTARTS
 
 MOST_PER_CORE = 16
@@ -67,7 +68,7 @@ def train(
     from megatron_blackmamba.runtime import layout
     from megatron_blackmamba.training.launcher import Node, launch_training
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if nproc > MOST_PER_CORE * cores:
         raise layout.LayoutError(
             f"--nproc {nproc} is too many for {cores} cores: use at most {MOST_PER_CORE * cores}, or more machines with"

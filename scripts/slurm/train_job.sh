@@ -87,11 +87,13 @@ refuse_missing_programs() {
 new_port() { export MASTER_PORT=$((20000 + RANDOM % 10000)); }
 
 prepare() {
+    local threads=1
+    [ "$GPUS_PER_NODE" != 0 ] || threads=${SLURM_CPUS_PER_TASK:-1} # CPUs compute, instead of feeding GPUs
     NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
     MASTER_ADDR=$(head -n 1 <<<"$NODES")
     export MASTER_ADDR
     new_port
-    export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    export PYTHONPATH=$CODE${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
     export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE is of this script; what it sets must reach the ranks
     export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # since Slurm 22.05 srun does not ask the job
     source "$CODE/scripts/slurm/nccl.env"

@@ -18,6 +18,7 @@ COMMANDS = {
     "generation": "--model tiny --lengths 4 --repeats 1 --layers 2",
     "long_sequences": "tiny --repeats 1 --lengths 64 --contexts 1 2",
     "mixers": "--repeats 1 --hidden 128 --length 32",
+    "sampling": "--repeats 1 --rows 2",
     "selective_scan": "--repeats 1 --inner 16 --length 32 --without-slow-peers",
     "sinkhorn": "--repeats 1 --tokens 64 --std 1",
     "ssd": "--repeats 1 --inner 128 --length 64",

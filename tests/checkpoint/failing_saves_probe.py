@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_blackmamba import model
-from megatron_blackmamba.checkpoint import Checkpoints, manifest, safety, sharded
+from megatron_blackmamba.checkpoint import Checkpoints, manifest, safety, sharded, writing
+from megatron_blackmamba.checkpoint.agreement import found_by_main
 from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -26,8 +28,8 @@ SMALL = [
     *("parallel.expert=2", "model.pattern=ME", "model.hidden_size=32", "model.expert_hidden_size=32"),
     *("model.experts=2", "model.vocab_size=64", "checkpoint.keep_every=0", "checkpoint.keep_last=2"),
 ]
-FAULTS = {"refused": "crsnCRS", "full": "csCS", "removed": "nCSR", "killed": "CSR"}
-"""How an operation fails, and the kinds of operations that do."""
+FAULTS = {"refused": "crsnCRS", "full": "csCS", "removed": "nCSR", "killed": "CSR", "no memory": ""}
+"""How an operation fails, and the kinds of operations that do. Memory lacks before the first of them."""
 
 
 class Rank:
@@ -77,7 +79,27 @@ class Rank:
                 for number, kind in enumerate(operations, start=1):
                     if kind in which:
                         ends.append({"fault": [how, victim, number, kind], **self.save(victim, number, how)})
+        for victim in range(self.place.size):
+            ends.append({"fault": ["no memory", victim, 0, ""], **self.save_without_memory(victim)})
         return ends
+
+    def save_without_memory(self, victim: int) -> dict:
+        """Save while one rank has no memory for a copy of its tensors."""
+        real = writing._staged
+        if self.place.rank == victim:
+            writing._staged = refuse(RuntimeError("not enough memory"))
+        try:
+            return self.save()
+        finally:
+            writing._staged = real
+
+    def refusal(self) -> str:
+        """Return what this rank says where rank 0 may not read a folder."""
+        try:
+            found_by_main(self.place, refuse(PermissionError("Permission denied")))
+        except OSError as error:
+            return str(error)
+        return ""
 
     def full_file_system(self) -> list[dict]:
         """Save with less and less free space on a file system of its own, which fills up while the save writes."""
@@ -112,12 +134,22 @@ class Rank:
         return {**counts, "all": sum(entry.size.numel() for name, entry in table.items() if "optimizer." in name)}
 
 
+def refuse(error: Exception) -> Callable:
+    """Return a function that raises an error."""
+
+    def refusing(*_):
+        raise error
+
+    return refusing
+
+
 def body(folder: Path) -> None:
     rank = Rank(folder)
     ends = rank.every_fault()
     full = rank.full_file_system() if os.path.ismount(folder) else []
     last = rank.save()
     last["newest"] = rank.checkpoints.newest()
+    last["refusal"] = rank.refusal()
     last["elements"] = rank.elements()
     rank.checkpoints.load(last["newest"])
     world.shutdown()

@@ -94,6 +94,10 @@ def test_save_after_all_faults_works(saves):
     assert last["said"] == [f"saved step {last['step']}"] and last["newest"] == last["step"]
 
 
+def test_an_unreadable_folder_ends_every_rank(saves):
+    assert [rank[-1]["refusal"] for rank in saves] == ["Permission denied"] * 2
+
+
 def test_each_rank_holds_only_its_part_of_optimizer(saves):
     mine, theirs = (rank[-1]["elements"] for rank in saves)
     for what in ("to save", "to load"):

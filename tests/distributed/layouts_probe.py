@@ -108,9 +108,9 @@ MIXTRAL += ["model.router.normalize=true", "model.router.bias=false", "model.act
 WHOLE = ["model.router.kind=softmax", "model.top_k=2", "model.router.aux_loss=0.5", "model.router.scope=data"]
 FEW, MORE, TWENTY = 3, 4, 20
 """A wrong gradient shows in the norm of the first step, a wrong update in the loss of the second."""
-LONG = ("dp2", "ep2", "pp2", "tp2", "zaya_solo", "zaya_pp2_tp2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
-LONG += ("latent_solo", "latent_tp2_ep2")
-LONG_FAMILIES = ("zaya", "delta", "mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
+LONG = ("dp2", "ep2", "pp2", "tp2", "zaya_solo", "zaya_pp2_ep2", "delta_solo", "delta_cp4", "delta_tp2_ep2")
+LONG += ("latent_solo", "latent_pp2")
+LONG_FAMILIES = ("zaya", "latent", "delta", "mamba2", "parallel", "transformer", "stable", "attentive", "ahead")
 LONG_ROUTERS = ("solo", "cp2_ep2")
 
 RUNS: dict[str, tuple[int, list[str]]] = {
@@ -287,7 +287,7 @@ class Choices:
 
 
 def steps_of(name: str) -> int:
-    """Return how long a run is: four layouts 20 steps, each kind, arrangement and router 4, and more layouts 3."""
+    """Return how long a run is: some layouts 20 steps, each kind, arrangement and router 4, and more layouts 3."""
     if name == "solo":
         return 50
     if name.startswith(tuple(ROUTERS)):

@@ -27,10 +27,10 @@ def continued(activation, rows, new, eod=None):
 
 @pytest.mark.parametrize(("activation", "rows", "eod"), [("silu", 1, 0), ("gelu", 3, None)])
 def test_fused_steps_continue_as_on_cpus(interpreted, activation, rows, eod):
-    actual_BLV, steps = interpreted(continued, activation, rows, 12, eod)
+    actual_BLV, steps = interpreted(continued, activation, rows, 5, eod)
     assert set(steps) == {"decoding.triton"}
     model = tiny(activation, eod_reset=eod)
     exact = torch.from_numpy(forward(model.weights, model.config, PROMPT).logits_SV)
     torch.testing.assert_close(actual_BLV[0, : len(PROMPT)].double(), exact, atol=1e-5, rtol=1e-5)
-    on_cpus_BLV, _ = continued(activation, rows, 12, eod)
+    on_cpus_BLV, _ = continued(activation, rows, 5, eod)
     assert torch.equal(actual_BLV.argmax(dim=-1), on_cpus_BLV.argmax(dim=-1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.generation import logits_process
 
-from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling, allowed
+from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling, allowed, drawn, next_tokens
 
 VOCABULARY = 50
 
@@ -14,7 +14,7 @@ def logits(rows=6, seed=0):
 
 
 def probabilities(logits_BV, sampling):
-    weights_BV, order_BV = allowed(logits_BV, sampling)
+    weights_BV, order_BV, _ = allowed(logits_BV, sampling, VOCABULARY)
     return torch.zeros_like(weights_BV).scatter(1, order_BV, weights_BV / weights_BV.sum(dim=-1, keepdim=True))
 
 
@@ -41,6 +41,49 @@ def test_filters_agree_with_transformers(options, temperature):
         expected = logits_process.MinPLogitsWarper(options["min_p"])(None, expected)
     got = probabilities(logits(), Sampling(temperature=temperature, **options))
     torch.testing.assert_close(got, expected.softmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        ({}, 0.5),
+        ({"top_p": 0.6}, 0.9),
+        ({"top_p": 0.999}, 0.0),
+        ({"min_p": 0.02}, 0.9),
+        ({"top_k": 40}, 0.9),
+        ({"top_k": 40, "top_p": 0.5, "min_p": 0.1}, 0.9),
+        ({"top_k": 3000, "top_p": 0.9}, 0.0),
+        ({"temperature": 30.0}, 0.0),
+        ({"temperature": 1e-320}, 0.9),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("digits", [0, 5])
+def test_few_logits_give_what_all_give(options, known, digits):
+    random = torch.Generator().manual_seed(1)
+    rows_BV = (4 * torch.randn(200, 4000, generator=random)).round(decimals=digits)  # no digits: many are equal
+    uniform_B1 = torch.rand(200, 1, generator=random, dtype=torch.float64)
+    sampling = Sampling(**{"temperature": 1.0} | options)
+    head_B, known_B = drawn(rows_BV, uniform_B1, sampling, 500)
+    all_B, of_all_B = drawn(rows_BV, uniform_B1, sampling, 4000)
+    assert torch.equal(head_B[known_B], all_B[known_B]) and bool(of_all_B.all())
+    assert digits == 0 or known_B.float().mean() >= known
+
+
+@pytest.mark.parametrize("likeliest", [False, True])
+def test_rows_drawn_together_are_drawn_as_alone(likeliest):
+    options = [{"temperature": 1.0}, {}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}]
+    options += [{"temperature": 1.0, "repetition_penalty": 1.3}, {"temperature": 1.0, "repetition_penalty": 1.3}]
+    here_BV = logits(len(options) + 1)
+    here_BV[-1, 3] = torch.nan
+
+    def samplers():
+        every = enumerate([*options, {"temperature": 1.0}])
+        return [Sampler(Sampling(**each), [[row]], VOCABULARY, here_BV.device) for row, each in every]
+
+    best = [*here_BV[:-1].argmax(dim=-1).tolist(), -1] if likeliest else None
+    alone = [int(each(row_V[None])) for each, row_V in zip(samplers()[:-1], here_BV, strict=False)]
+    assert next_tokens(samplers(), here_BV, best) == [*alone, -1]
 
 
 def test_draws_follow_the_probabilities():
@@ -103,12 +146,12 @@ def test_no_accepted_option_breaks_the_draw(option, value):
     sampler = Sampler(sampling, [[1, 2], [3], list(range(VOCABULARY))], VOCABULARY, rows_BV.device)
     for _ in range(3):
         assert all(0 <= token < VOCABULARY for token in sampler(rows_BV).tolist())
-    weights_BV, _ = allowed(rows_BV, sampling)
+    weights_BV, *_ = allowed(rows_BV, sampling, VOCABULARY)
     assert torch.isfinite(weights_BV).all()
 
 
 def test_coldest_temperature_takes_the_likeliest():
     rows_BV = logits()
-    weights_BV, order_BV = allowed(rows_BV, Sampling(temperature=5e-324))
+    weights_BV, order_BV, _ = allowed(rows_BV, Sampling(temperature=5e-324), VOCABULARY)
     assert torch.equal(order_BV[:, 0], rows_BV.argmax(dim=-1))
     assert weights_BV.count_nonzero(dim=-1).tolist() == [1] * len(rows_BV)

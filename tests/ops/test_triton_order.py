@@ -16,7 +16,7 @@ def orders(choice_P, experts, programs):
     return order.order_of(choice_P, experts, backend="triton")
 
 
-@pytest.mark.parametrize("programs", [1, 5, 128])
+@pytest.mark.parametrize("programs", [1, 5, 24])
 @pytest.mark.parametrize(("pairs", "experts"), [(1, 8), (97, 8), (64, 1), (150, 5), (90, 33)])
 def test_pairs_are_in_stable_order(interpreted, pairs, experts, programs):
     choice_P = torch.randint(experts, (pairs,), generator=torch.Generator().manual_seed(pairs))

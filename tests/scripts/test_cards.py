@@ -1,6 +1,7 @@
 """What README says of the project's status is what the cards say, and each card can still be checked."""
 
 import datetime
+import subprocess
 
 import pytest
 
@@ -14,6 +15,7 @@ CARD = {
     "machine": "a laptop",
     "date": "2026-11-26",
     "commit": "abc",
+    "covers": ["docs"],
     "figures": ["12 of 12"],
     "page": "docs/it.md",
 }
@@ -41,11 +43,28 @@ def root(tmp_path):
         ({"command": "python -m pytest tests/gone.py"}, "names tests/gone.py"),
         ({"command": "python -m benchmarks.gone"}, "names benchmarks.gone"),
         ({"page": "docs/gone.md"}, "no page docs/gone.md"),
+        ({"covers": ["docs", "gone"]}, "covers gone"),
+        ({"covers": []}, "which code it covers"),
     ],
 )
 def test_a_card_that_nobody_can_check_is_refused(root, change, problem):
     found = cards.Card(**CARD | change).problems(root, TODAY)
     assert (found == []) if problem is None else (len(found) == 1 and problem in found[0])
+
+
+def test_changes_since_a_card_are_counted(root):
+    def git(*words):
+        named = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *named, *words], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q"), git("add", "."), git("commit", "-qm", "one")
+    card = cards.Card(**CARD | {"commit": git("rev-parse", "HEAD").strip()})
+    (root / "README.md").write_text("not covered")
+    git("commit", "-qam", "two")
+    assert card.changes(root) == ""
+    (root / "docs" / "it.md").write_text("now 13")
+    git("commit", "-qam", "three")
+    assert card.changes(root).startswith("1 file changed")
 
 
 def test_readme_with_another_table_is_refused(root):

@@ -87,6 +87,29 @@ def test_token_bytes_add_up_to_the_text(tokenizer, text):
     assert tokenizer.token_bytes[tokenizer.eod_id] == 0
 
 
+@settings(max_examples=60, deadline=None)
+@given(text=any_text | tricky_text)
+def test_spelled_tokens_add_up_to_the_text(tokenizer, text):
+    told = [tokenizer.spelled(token) for token in tokenizer.encode(text)]
+    parts = [
+        bytes.fromhex(part[6:].replace("\\x", "")) if part.startswith("bytes:\\x") else part.encode()
+        for part, _ in told
+    ]
+    assert b"".join(parts) == text.encode()
+    assert sum(characters for _, characters in told) == len(text)
+
+
+def test_tokens_of_bytes_have_spellings_of_their_own(tokenizer, tmp_path):
+    spelled = [tokenizer.spelled(token)[0] for token in range(1, tokenizer.vocab_size)]
+    assert len(set(spelled)) == len(spelled)
+    vocabulary = {"<|endoftext|>": 0, "<0xE2>": 1, "<0x80>": 2, "<0x41>": 3}
+    fallback = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    fallback.decoder = tokenizers.decoders.ByteFallback()
+    fallback.add_special_tokens(["<|endoftext|>"])
+    found = load_tokenizer(saved(tmp_path, fallback), backend="tokenizers")
+    assert [found.spelled(token) for token in (1, 2, 3)] == [("bytes:\\xe2", 1), ("bytes:\\x80", 0), ("A", 1)]
+
+
 def test_token_bytes_count_added_text_without_special_tokens(tmp_path):
     made = trained(special=("<|endoftext|>", "<|pad|>"))
     made.add_tokens(["über alles"])

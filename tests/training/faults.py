@@ -13,6 +13,7 @@ from megatron_blackmamba.formats.events import Event
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import facts, hangs
 from megatron_blackmamba.training.keep import saving
+from megatron_blackmamba.training.keep.export_checks import ExportChecks
 from megatron_blackmamba.training.loop import Trainer
 from megatron_blackmamba.training.watch import stragglers
 
@@ -30,7 +31,7 @@ __all__ = [
         "ReadsBackBadlyOnce",
         "Recording",
     ),
-    *("Shift", "Sleeping", "Spike", "Stopped", "Trainer", "Watchful", "Weighing"),
+    *("Shift", "Sleeping", "SlowCheck", "Spike", "Stopped", "Trainer", "Watchful", "Weighing"),
     *(
         "NaNOnce",
         "NaNGradientOnce",
@@ -237,6 +238,15 @@ class Beating(Trainer):
     def hurry(self):
         """Let the watchdog believe that nothing has moved for as long as it waits."""
         self.watchdog._since = self.watchdog._awake - self.watchdog.seconds
+
+
+class SlowCheck(Trainer):
+    """The check of the last export reads a pipe in the folder of the test, for longer than a hang may take."""
+
+    def end(self, outcome):
+        self.watchdog.seconds = 3.0
+        ExportChecks.command = lambda _, step: ["verify", str(self.keeper.folder.root.parent / "slow")]
+        return super().end(outcome)
 
 
 class Sleeping(Beating):

@@ -1,17 +1,25 @@
 """The schedule of the exports that a run writes itself."""
 
+import os
+import time
+
 import pytest
 
 from megatron_blackmamba.checkpoint import SaveError
 from megatron_blackmamba.config import ConfigError, load
-from megatron_blackmamba.formats.events import Exported
+from megatron_blackmamba.formats.events import Exported, NotExported
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import hf
+from megatron_blackmamba.training.keep.background import Background
 from megatron_blackmamba.training.keep.export_checks import ExportChecks
 from megatron_blackmamba.training.keep.exporting import Exporter
 from tests.reference import tiny
 from tests.reference.canonical import canonical
 from tests.thorough import thorough
+from tests.training.runs import ON_TWO, events_of
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.xdist_group("forks")
 
 
 class Exports:
@@ -50,13 +58,48 @@ def test_exports_that_fail_their_check_are_reported(tmp_path):
         file.write("raise ImportError('no such name')\n")
     checks = ExportChecks("short", folder, reported.append)
     checks.add(1)
-    checks.wait()
+    wait_until(lambda: not checks.busy)
     (failed,) = reported
     assert failed.step == 1 and "ImportError: no such name" in failed.sentence
     checks.add(1)
     checks.stop()
-    checks.wait()
-    assert len(reported) == 1
+    assert not checks.busy and len(reported) == 1
+
+
+class Chatty(Background):
+    """A command that says more than a pipe holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.problems = []
+
+    def command(self, step):
+        return ["verify", "nothing" * 10_000]
+
+    def ended(self, step, problem):
+        self.problems.append(problem)
+
+
+def test_a_command_may_say_much():
+    chatty = Chatty()
+    chatty.add(1)
+    wait_until(lambda: not chatty.busy)
+    (problem,) = chatty.problems
+    assert "File name too long" in problem
+
+
+def test_a_slow_check_is_no_hang(forks, tmp_path):
+    (tmp_path / "slow").mkdir()
+    os.mkfifo(tmp_path / "slow" / "config.json")
+    whole = ["checkpoint.export_every=100", "training.precision=fp32", "data.kind=synthetic", "training.tokens=1024"]
+    job = forks.run(tmp_path, [*ON_TWO, *whole], trainer="SlowCheck")
+    done = RunFolder(tmp_path / "run").done
+    wait_until(done.exists, job)  # scripts need not wait for the check
+    time.sleep(5)
+    assert not job.ended(), job.output()
+    (tmp_path / "slow" / "config.json").write_text("{}")
+    assert job.wait() == [0, 0], job.output()
+    assert [event.step for event in events_of(tmp_path, NotExported)] == [1]
 
 
 def test_bad_steps_postpone_an_export():

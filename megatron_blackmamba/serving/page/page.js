@@ -84,12 +84,12 @@ function add(choice, given) {
   }
 }
 
-// Show given tokens. Tokens of one character read as "\ufffd" each; the last of them shows the character.
+// Show given tokens. Where several make up one character, each is told in bytes; the last of them shows the character.
 function showWhole(text) {
   let at = 0;
   let last = null;
   for (const token of tokens) {
-    const found = token.text.includes("\ufffd") ? -1 : text.indexOf(token.text, at);
+    const found = token.text.startsWith("bytes:\\x") ? -1 : text.indexOf(token.text, at);
     if (found > at && last) show(last, text.slice(at, found));
     if (found >= 0) {
       show(token, token.text);

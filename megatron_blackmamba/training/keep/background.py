@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 """Ctrl-C ends a run after its step, and this process with it. A session of its own would compete with the run's."""
+
+LAST_BYTES = 4096
 
 
 class Background:
@@ -18,7 +21,8 @@ class Background:
 
     def __init__(self) -> None:
         self.waiting: list[int] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: IO[bytes]  # a file: a pipe would fill during a long command, which then never ends
 
     def command(self, step: int) -> Sequence[str]:
         """Return the words of `blackmamba` for a step."""
@@ -44,35 +48,32 @@ class Background:
         if self._process is not None and self._process.poll() is not None:
             self._finish()
         if self._process is None and self.waiting:
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115
             launcher = [sys.executable, "-m", "megatron_blackmamba.runtime.parent", str(os.getpid())]
             self._process = subprocess.Popen(
                 [*launcher, sys.executable, "-m", "megatron_blackmamba", *self.command(self.waiting[0])],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                stderr=self._said,
                 **APART,
             )
-
-    def wait(self) -> None:
-        """Finish all commands."""
-        while self._process is not None:
-            self._finish()
-            self.poll()
 
     def stop(self) -> None:
         """End the command that runs, and drop the others."""
         self.waiting.clear()
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
-            self._process = None
+            self._result()
 
     def _finish(self) -> None:
+        step, (code, line) = self.waiting.pop(0), self._result()
+        self.ended(step, line.removeprefix("blackmamba: ") if code else None)
+
+    def _result(self) -> tuple[int, str]:
+        """Return the exit code of the command, and the last line that it printed."""
         assert self._process is not None
-        step = self.waiting.pop(0)
-        _, errors = self._process.communicate()
-        code, self._process = self._process.returncode, None
-        lines = errors.strip().splitlines() or [f"its process ended with code {code}"]
-        self.ended(step, lines[-1].removeprefix("blackmamba: ") if code else None)
+        code, self._process = self._process.wait(), None
+        with self._said as said:
+            said.seek(-min(said.seek(0, os.SEEK_END), LAST_BYTES), os.SEEK_END)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+        return code, lines[-1] if lines else f"its process ended with code {code}"

@@ -45,10 +45,6 @@ class Exporter:
         if self.every and self._newest != step and (self._trained or not self._is_exported(step)):
             self._run(step)
 
-    def close(self, finish: bool = False) -> None:
-        """Wait for the checks of the exports, or drop them."""
-        self._checks.wait() if finish else self._checks.stop()
-
     def _run(self, step: int) -> None:
         self._due, begun = False, time.perf_counter()
         try:

@@ -15,6 +15,7 @@ from megatron_blackmamba.formats.events import Event, LoggingProblem, Saved
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.training.keep.background import Background
 from megatron_blackmamba.training.keep.export_checks import ExportChecks
 from megatron_blackmamba.training.keep.exporting import Exporter
 from megatron_blackmamba.training.keep.lock import Lock
@@ -24,7 +25,7 @@ from megatron_blackmamba.training.keep.scores import Scores
 from megatron_blackmamba.training.step.optimizer import Trainable
 from megatron_blackmamba.version import __version__
 
-SCORING_PAUSE_SECONDS = 0.5
+PAUSE_SECONDS = 0.5
 
 
 class Keeper:
@@ -57,6 +58,7 @@ class Keeper:
         self._saver = Saver(config.checkpoint, self._checkpoints, self._state, self._report_save)
         checks = ExportChecks(config.checkpoint.export_check if world.is_main else "none", folder, report)
         self._scores = Scores(config.evaluation, folder, report) if world.is_main and config.evaluation.every else None
+        self._beside: list[Background] = [checks, self._scores] if self._scores else [checks]
         every = config.checkpoint.export_every
         self._exporter = Exporter(every, self._export, self._is_exported, report, checks)
         if world.is_main:
@@ -126,30 +128,33 @@ class Keeper:
         """Return whether it was the disk that refused the last step, not the weights."""
         return self._saver.last_failed
 
-    def close(self, finish: bool = False, export: int | None = None) -> None:
-        """Export the last step of the run if it is not, then finish the checks of exports, or drop them."""
-        if export is not None:
-            self._exporter.last(export)
-        self._exporter.close(finish)
-        if self._scores is not None and export is not None:
-            self._scores.saved(export, last=True)
-        if self._scores and not finish:
-            self._scores.stop()
-
-    def finish_scores(self, asked: Callable[[], bool]) -> None:
-        """Wait until the last checkpoints are scored, or a rank is asked to stop. Every rank calls this."""
-        while self._config.evaluation.every and self._world.any_rank(bool(self._scores and self._scores.busy)):
-            self._alive("scoring the last checkpoints")
-            if self._world.any_rank(asked()):
-                break
-            time.sleep(SCORING_PAUSE_SECONDS)
-        if self._scores:
-            self._scores.stop()
+    def export_last(self, step: int) -> None:
+        """Export the last step of the run if it is not, and have its checkpoint scored."""
+        self._exporter.last(step)
+        if self._scores is not None:
+            self._scores.saved(step, last=True)
 
     def mark(self, done: bool, requeue: bool) -> None:
         """Leave the marker that scripts decide by: an empty file can be made on a full disk too."""
         if self._world.is_main and (done or requeue):
             (self.folder.done if done else self.folder.requeue).touch()
+
+    def finish(self, asked: Callable[[], bool]) -> None:
+        """Wait until exports are checked and checkpoints scored, or a rank is asked to stop. Every rank calls this."""
+        while True:
+            busy = [each.busy for each in self._beside]  # each of them, since to ask is what drives them
+            if not self._world.any_rank(any(busy)):
+                break
+            self._alive("checking exports and scoring checkpoints")
+            if self._world.any_rank(asked()):
+                break
+            time.sleep(PAUSE_SECONDS)
+        self.close()
+
+    def close(self) -> None:
+        """Drop the checks and scores that are under way or wait."""
+        for each in self._beside:
+            each.stop()
 
     def unlock(self, leave_no_trace: bool = False) -> None:
         """Let other jobs train in the folder, and remove it if it was made for a run that is refused."""

@@ -45,6 +45,8 @@ class Verdict:
     action: Action
     reason: str | None = None
     cause: Cause | None = None
+    rewind_to: int | None = None
+    """The step of the checkpoint to go back to."""
 
 
 class Guard:

@@ -79,7 +79,8 @@ class Watch:
         verdict = replace(verdict, reason="; ".join(filter(None, [verdict.reason, found])) or None)
         self._refused = None
         if verdict.action is Action.REWIND:
-            self._refused = self._refuses_rewind(newest(), verdict.cause)
+            verdict = replace(verdict, rewind_to=newest())
+            self._refused = self._refuses_rewind(verdict.rewind_to, verdict.cause)
         if self._refused:
             verdict = replace(verdict, action=Action.STOP if verdict.cause is Cause.REPLICAS else Action.SKIP)
         return verdict
