@@ -58,7 +58,7 @@ def _layer(config: Any, model: Canonical, index: int) -> Any:
 
     with torch.device("meta"):
         kind = layers.kind_of(model.config.pattern[index])
-        own = {kind.entry: kind.named("modeling")} if kind.modeling else {}
+        own = {str(kind.entry): kind.named("modeling")} if kind.modeling else {}
         layer = Layer(config, index, *([own] if own else []))  # older modeling files take none
     prefix = f"decoder.layers.{index}."
     weights = {

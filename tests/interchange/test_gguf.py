@@ -129,7 +129,7 @@ SIZES_THERE = {
 """Keys of a GGUF file behind the architecture, and the names in config.json of families."""
 
 
-def test_metadata_have_llama_cpp_keys_and_the_models_sizes(source, file):
+def test_metadata_name_the_sizes_of_the_model(source, file):
     reader, content = gguf.GGUFReader(file), json.loads((Path(source.source) / "config.json").read_text())
     prefix = reader.fields["general.architecture"].contents() + "."
     held = {name.removeprefix(prefix): field.contents() for name, field in reader.fields.items() if prefix in name}
