@@ -142,9 +142,7 @@ def modeling_files(pattern: str) -> dict[str, str]:
             module, _, mixer = kind.modeling.partition(":")
             source, file = Path(str(import_module(module).__file__)), f"layer_{kind.entry}_blackmamba"
             texts[f"{file}.py"] = text = source.read_text("utf-8").replace("from megatron_blackmamba.hf.", "from .")
-            if wrong := re.search(
-                r"^\s*(from|import) (megatron_blackmamba|\.(?!\w+_blackmamba )).*", text, re.MULTILINE
-            ):
+            if wrong := _UNKNOWN_THERE.search(text):
                 raise KindError(
                     f"{source}: an export contains this file, so it may import nothing of the package but "
                     f"megatron_blackmamba.hf, not: {wrong[0].strip()}"
