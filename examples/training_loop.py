@@ -8,7 +8,7 @@ from itertools import islice
 
 import torch
 
-from megatron_blackmamba import batches, build, load_config, save, update_expert_bias
+from megatron_blackmamba import batches, build, load_config, save, update_routers
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--steps", type=int, default=50)
@@ -27,7 +27,7 @@ for step, batch in enumerate(islice(batches(config), options.steps), start=1):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    update_expert_bias(model)  # does nothing with the default router
+    update_routers(model)  # does nothing with the default router
     print(f"step {step}  loss {loss.item():.3f}")
 
 save(model, options.out)

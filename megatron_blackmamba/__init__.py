@@ -14,8 +14,9 @@ if TYPE_CHECKING:
         load_weights,
         save,
         train,
-        update_expert_bias,
+        update_routers,
     )
+    from megatron_blackmamba.api import update_routers as update_expert_bias
     from megatron_blackmamba.config import ConfigError, RunConfig
     from megatron_blackmamba.config.load import load as load_config
     from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, tokenize
@@ -55,6 +56,7 @@ __all__ = [
     "tokenize",
     "train",
     "update_expert_bias",
+    "update_routers",
 ]
 _HOMES = {
     "__version__": "version:__version__",
@@ -81,7 +83,8 @@ _HOMES = {
     "ssd": "ops.ssd:ssd",
     "tokenize": "data_tools.tokenization:tokenize",
     "train": "api:train",
-    "update_expert_bias": "api:update_expert_bias",
+    "update_expert_bias": "api:update_routers",
+    "update_routers": "api:update_routers",
 }
 """Name -> the module of this package that defines it, and its name there."""
 

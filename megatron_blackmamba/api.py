@@ -46,11 +46,11 @@ def build(config: RunConfig) -> "LanguageModel":
     if config.start.from_ is not None:
         folder = find_checkpoint(config.start.from_)
         copy_into(built, weights_of(folder)[1], folder)
-    model.remind_of_expert_bias(built)
+    model.remind_of_update(built)
     return built
 
 
-def update_expert_bias(model: "torch.nn.Module") -> None:
+def update_routers(model: "torch.nn.Module") -> None:
     """Change what routers keep, such as expert biases, by the tokens since the last call; call it after each step.
 
     model: a model of `build`, or a module around it. With a process group of yours, every rank must call this. Routers
@@ -58,7 +58,7 @@ def update_expert_bias(model: "torch.nn.Module") -> None:
     """
     from megatron_blackmamba import model as modelling
 
-    modelling.update_expert_bias(model)
+    modelling.update_routers(model)
 
 
 def load_weights(model: "LanguageModel", folder: str | Path) -> None:

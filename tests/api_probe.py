@@ -22,7 +22,7 @@ from megatron_blackmamba import (
     load_weights,
     save,
     train,
-    update_expert_bias,
+    update_routers,
 )
 from megatron_blackmamba.checkpoint import CheckpointReader
 from megatron_blackmamba.data import BatchStream
@@ -152,7 +152,7 @@ def expert_biases() -> dict[str, object]:
                 model(tokens_BS, tokens_BS).mean().backward()
                 optimizer.step()
                 if update:
-                    update_expert_bias(model)
+                    update_routers(model)
         biases = [value.abs().max().item() for name, value in model.named_buffers() if name.endswith("expert_bias")]
         mine = [str(warning.message) for warning in told if "expert" in str(warning.message)]
         answer[f"update={update}"] = {"moved": [bias > 0 for bias in biases], "told": mine}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_blackmamba import batches, build, export_hf, load_config, save, update_expert_bias
+from megatron_blackmamba import batches, build, export_hf, load_config, save, update_routers
 from tests.runtime.ranks import fork_ranks
 
 CONFIG = load_config(
@@ -31,7 +31,7 @@ def trained(size: int, rank: int, folder: Path) -> dict[str, object]:
         wrapped(batch["tokens"][rank::size], batch["labels"][rank::size]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        update_expert_bias(wrapped)
+        update_routers(wrapped)
     if rank == 0:
         save(model, folder / f"of_{size}")
         export_hf(model, folder / f"export_of_{size}")

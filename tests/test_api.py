@@ -85,7 +85,7 @@ def test_default_dtype_of_torch_changes_nothing(found):
 
 def test_expert_biases_move_or_their_loop_is_warned(found):
     without = (
-        "the expert biases are not updated, so nothing balances the experts: call update_expert_bias(model) after each"
+        "the expert biases are not updated, so nothing balances the experts: call update_routers(model) after each"
         " optimizer.step()"
     )
     assert found["expert_biases"] == {

@@ -17,11 +17,13 @@ from megatron_blackmamba.cli.errors import in_words, may_pass
 from megatron_blackmamba.cli.hints import hint
 from megatron_blackmamba.config.arguments import ConfigArgument, Configs, complete_config, compose
 from megatron_blackmamba.console import interrupts
+from megatron_blackmamba.console.options import taking
 from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.data_tools import commands as data_commands
 from megatron_blackmamba.evaluation.verb import evaluate, keep_bias
 from megatron_blackmamba.inference import commands as inference_commands
 from megatron_blackmamba.interchange import commands as interchange_commands
+from megatron_blackmamba.launch.job import JobRequest
 from megatron_blackmamba.plan.goodput import FAILURES, RESTART_MINUTES
 from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime.exits import BAD_INPUT, INTERRUPTED, RESTARTS
@@ -239,36 +241,10 @@ def doctor(
 
 
 @app.command()
+@taking(JobRequest)
 def launch(
     configs: Configs,
-    nodes: Annotated[int, typer.Option(help="Number of nodes.")],
-    gpus_per_node: Annotated[
-        str, typer.Option(metavar="[TYPE:]N", help="GPUs per node, one process each; 0 trains on CPUs.")
-    ] = "8",
-    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, a100-40gb, or a YAML file.")] = "h100",
-    processes_per_node: Annotated[
-        int | None, typer.Option(help="Processes per node, only with --gpus-per-node 0.")
-    ] = None,
-    cpus_per_process: Annotated[int, typer.Option(help="Number of cores per process.")] = 8,
-    time: Annotated[str, typer.Option(help="Slurm time limit: 90 (minutes), 4:00:00, 2-12.")] = "24:00:00",
-    warn_seconds: Annotated[
-        int | None,
-        typer.Option("--warn", help="Save this many seconds before the limit.", show_default="time / 4, at most 600"),
-    ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.", envvar="SBATCH_PARTITION")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm account.", envvar="SBATCH_ACCOUNT")] = None,
-    container: Annotated[str | None, typer.Option(help="Container image: .sif for apptainer, else for pyxis.")] = None,
-    chain: Annotated[int, typer.Option(help="Number of jobs in a chain; a single job requeues itself.")] = 1,
-    restarts: Annotated[
-        int, typer.Option(min=0, help="Restarts inside the job after a crash or hang between two checkpoints.")
-    ] = RESTARTS,
-    evaluate: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Score kept checkpoints in separate jobs, on data in DIR.")
-    ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
-    ] = None,
+    options: JobRequest,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job script; write and submit nothing.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -278,18 +254,13 @@ def launch(
 
     [dim]blackmamba launch my_run.yaml --nodes 2 --time 4:00:00 --chain 3[/dim]
     """
-    asked = {name: value for name, value in locals().items() if name not in ("configs", "dry_run", "as_json")}
     import json
 
-    from megatron_blackmamba.launch.job import JobRequest, split_gpus
-    from megatron_blackmamba.launch.submit import announce, interpreter, job_body, prepare, submit
+    from megatron_blackmamba.launch.submit import announce, job_body, prepare, submit
 
-    asked["gpu_type"], asked["gpus_per_node"] = split_gpus(gpus_per_node)
-    asked |= {"evaluate": evaluate and evaluate.resolve(), "options": tuple(options or ())}
-    request = JobRequest(**asked, python=interpreter(container))
     run = compose(configs, to_train=True)
     with working("planning the job"):
-        done = prepare(run, request) if dry_run else submit(run, request)
+        done = prepare(run, options) if dry_run else submit(run, options)
     for warning in done.warnings:
         print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if as_json:

@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import cache_utils
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from .layers_blackmamba import recurrent
+
 CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in ("cache", "past_key_values"))
 """The name of the cache in outputs and in the arguments of generate: `cache` from transformers 5.24 on."""
 
@@ -86,12 +88,12 @@ class RecurrentLayer(LinearAttentionLayer):
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
         self.conv_states[state_idx] = conv_states
-        self.is_conv_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
+        self.is_conv_states_initialized[state_idx] = True
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         self.recurrent_states[state_idx] = recurrent_states
-        self.is_recurrent_states_initialized[state_idx] = True
+        self.is_recurrent_states_initialized[state_idx] = self.has_previous_state[state_idx] = True
         return recurrent_states
 
     def _map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -143,9 +145,9 @@ class BlackMambaCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        made: dict[str, type] = {"attention": DynamicLayer}
-        made |= dict.fromkeys(("r", "mamba2", "mamba3", "delta"), RecurrentLayer)
-        self.layers = [made.get(kind, DummyLayer)() for kind in self.kinds]
+        of_others = {"attention": DynamicLayer}
+        made = [RecurrentLayer if recurrent(kind) else of_others.get(kind, DummyLayer) for kind in self.kinds]
+        self.layers = [layer() for layer in made]
         self.seen = 0
         self.last_tokens: Tensor | None = None
         self.documents: Tensor | None = None  # that each row is in

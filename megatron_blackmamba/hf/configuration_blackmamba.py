@@ -1,8 +1,7 @@
 """The configuration of a BlackMamba for transformers: Mamba mixers alternating with mixtures of experts."""
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from packaging.version import Version
 from transformers import PretrainedConfig
@@ -19,6 +18,8 @@ CHOICES = {
     "kernels": ("auto", "torch"),
 }
 
+DERIVED: Any = None
+"""The default of a field that follows from others."""
 POSITIVE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling", "logit_softcap")
 """Fields that are above 0, or None."""
 
@@ -105,110 +106,109 @@ class BlackMambaConfig(PretrainedConfig):
         "intermediate_size": "ffn_hidden_size",
     }
 
-    def __init__(
-        self,
-        vocab_size: int = 50304,
-        hidden_size: int = 1152,
-        num_layers: int = 30,
-        state_size: int = 16,
-        conv_dimension: int = 4,
-        expansion_factor: int = 2,
-        dt_rank: int | None = None,
-        mamba_moe_layers: Sequence[str | int] | None = None,
-        ffn_hidden_size: int = 3072,
-        max_sequence_length: int = 2048,
-        activation: str = "silu",
-        eod_reset: int | None = None,
-        norm_eps: float = 1e-5,
-        final_norm: str = "layer",
-        arrangement: str = "sequential",
-        num_attention_heads: int = 16,
-        num_key_value_heads: int | None = None,
-        rope_theta: float = 10000,
-        mlp_hidden_size: int | None = None,
-        mamba2_head_dim: int = 64,
-        mamba2_state_size: int = 128,
-        mamba2_groups: int = 1,
-        mamba3_head_dim: int = 64,
-        mamba3_state_size: int = 128,
-        mamba3_groups: int = 1,
-        mamba3_rope_fraction: float = 0.5,
-        mamba3_rank: int = 1,
-        mamba3_a_floor: float = 1e-4,
-        mamba3_output_norm: bool = False,
-        delta_variant: str = "gdn",
-        delta_heads: int | None = None,
-        delta_key_heads: int | None = None,
-        delta_key_dim: int = 128,
-        delta_head_dim: int = 128,
-        delta_decay_rank: int | None = None,
-        delta_negative_eigenvalues: bool = False,
-        num_experts_per_tok: int = 1,
-        router_scores: str = "sigmoid",
-        router_normalized: bool = False,
-        router_biased: bool = False,
-        router_bias_on_logits: bool = False,
-        router_kind: str = "sinkhorn",
-        router_options: dict[str, Any] | None = None,
-        balance_in_training: bool = False,
-        shared_expert_hidden_size: int | None = None,
-        latent_size: int | None = None,
-        initializer_range: float = 0.02,
-        kernels: str = "auto",
-        output_router_choices: bool = False,
-        qk_norm: bool = False,
-        head_dim: int | None = None,
-        rotary: bool = True,
-        mamba2_heads: int | None = None,
-        mamba2_time_step_min: float = 0.0,
-        gated: bool = True,
-        router_scale: float = 1.0,
-        router_bias: bool = True,
-        attention_across_documents: bool = True,
-        mamba_norms: bool = False,
-        logit_softcap: float | None = None,
-        embedding_multiplier: float = 1.0,
-        residual_multiplier: float = 1.0,
-        attention_multiplier: float | None = None,
-        logits_scaling: float = 1.0,
-        residual_scaling: bool = False,
-        use_cache: bool = True,
-        bos_token_id: int = 0,
-        eos_token_id: int = 0,
-        pad_token_id: int | None = None,
-        tie_word_embeddings: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
-        general = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-        passed_on = {name: given.pop(name) for name in general}
-        for name, value in given.items():
-            setattr(self, name, value)
-        if mamba_moe_layers is None:
-            mamba_moe_layers = ["r" if i % 2 == 0 else "8" for i in range(num_layers)]
-        self.mamba_moe_layers = [str(kind) for kind in mamba_moe_layers]
-        self.dt_rank = math.ceil(hidden_size / 16) if dt_rank is None else dt_rank
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        for kind, heads, size in (("delta", delta_heads, delta_head_dim), ("mamba2", mamba2_heads, mamba2_head_dim)):
-            if heads is None and kind in self.mamba_moe_layers and self.inner_size % size:
-                raise ValueError(
-                    f"expansion_factor * hidden_size = {self.inner_size} is not divisible by {kind}_head_dim = {size}"
-                )
-        self.delta_heads = self.inner_size // delta_head_dim if delta_heads is None else delta_heads
-        self.delta_key_heads = self.delta_heads if delta_key_heads is None else delta_key_heads
-        if delta_variant != "gdn" and delta_decay_rank is None:
-            self.delta_decay_rank = delta_key_dim
-        self.mamba2_heads = self.inner_size // mamba2_head_dim if mamba2_heads is None else mamba2_heads
-        if head_dim is None and "attention" in self.mamba_moe_layers and hidden_size % num_attention_heads:
-            raise ValueError(f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}")
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-        super().__init__(**passed_on, **kwargs)
+    vocab_size: int = 50304
+    hidden_size: int = 1152
+    num_layers: int = 30
+    state_size: int = 16
+    conv_dimension: int = 4
+    expansion_factor: int = 2
+    dt_rank: int = DERIVED
+    mamba_moe_layers: list[str] = DERIVED
+    ffn_hidden_size: int = 3072
+    max_sequence_length: int = 2048
+    activation: str = "silu"
+    eod_reset: int | None = None
+    norm_eps: float = 1e-5
+    final_norm: str = "layer"
+    arrangement: str = "sequential"
+    num_attention_heads: int = 16
+    num_key_value_heads: int = DERIVED
+    rope_theta: float = 10000
+    mlp_hidden_size: int | None = None
+    mamba2_head_dim: int = 64
+    mamba2_state_size: int = 128
+    mamba2_groups: int = 1
+    mamba3_head_dim: int = 64
+    mamba3_state_size: int = 128
+    mamba3_groups: int = 1
+    mamba3_rope_fraction: float = 0.5
+    mamba3_rank: int = 1
+    mamba3_a_floor: float = 1e-4
+    mamba3_output_norm: bool = False
+    delta_variant: str = "gdn"
+    delta_heads: int = DERIVED
+    delta_key_heads: int = DERIVED
+    delta_key_dim: int = 128
+    delta_head_dim: int = 128
+    delta_decay_rank: int | None = None
+    delta_negative_eigenvalues: bool = False
+    num_experts_per_tok: int = 1
+    router_scores: str = "sigmoid"
+    router_normalized: bool = False
+    router_biased: bool = False
+    router_bias_on_logits: bool = False
+    router_kind: str = "sinkhorn"
+    router_options: dict[str, Any] | None = None
+    balance_in_training: bool = False
+    shared_expert_hidden_size: int | None = None
+    latent_size: int | None = None
+    initializer_range: float = 0.02
+    kernels: str = "auto"
+    output_router_choices: bool = False
+    qk_norm: bool = False
+    head_dim: int = DERIVED
+    rotary: bool = True
+    mamba2_heads: int = DERIVED
+    mamba2_time_step_min: float = 0.0
+    gated: bool = True
+    router_scale: float = 1.0
+    router_bias: bool = True
+    attention_across_documents: bool = True
+    mamba_norms: bool = False
+    logit_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
+    residual_scaling: bool = False
+    use_cache: bool = True
+
+    def __init__(self, **given: Any) -> None:
+        for name in BlackMambaConfig.__annotations__:
+            setattr(self, name, given.pop(name, getattr(BlackMambaConfig, name)))
+        if self.mamba_moe_layers is None:
+            self.mamba_moe_layers = ["r" if i % 2 == 0 else "8" for i in range(self.num_layers)]
+        self.mamba_moe_layers = [str(kind) for kind in self.mamba_moe_layers]
+        if self.dt_rank is None:
+            self.dt_rank = math.ceil(self.hidden_size / 16)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self.delta_heads = self._heads("delta", self.delta_heads, self.delta_head_dim)
+        self.mamba2_heads = self._heads("mamba2", self.mamba2_heads, self.mamba2_head_dim)
+        if self.delta_key_heads is None:
+            self.delta_key_heads = self.delta_heads
+        if self.delta_variant != "gdn" and self.delta_decay_rank is None:
+            self.delta_decay_rank = self.delta_key_dim
+        if (
+            self.head_dim is None
+            and "attention" in self.mamba_moe_layers
+            and self.hidden_size % self.num_attention_heads
+        ):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        super().__init__(**{"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True} | given)
         self.check()
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return a field."""
+    def _heads(self, kind: str, heads: int | None, size: int) -> int:
+        """Return the heads of a layer, by default as many as there are in its channels."""
+        if heads is None and kind in self.mamba_moe_layers and self.inner_size % size:
+            raise ValueError(
+                f"expansion_factor * hidden_size = {self.inner_size} is not divisible by {kind}_head_dim = {size}"
+            )
+        return self.inner_size // size if heads is None else heads
 
     def check(self) -> None:
         """Refuse fields that contradict each other."""
@@ -217,11 +217,8 @@ class BlackMambaConfig(PretrainedConfig):
                 f"mamba_moe_layers has {len(self.mamba_moe_layers)} entries, num_layers is {self.num_layers}"
             )
         for kind in self.mamba_moe_layers:
-            named = ("r", "mamba2", "mamba3", "delta", "attention", "mlp")
-            if kind not in named and not (kind.isdecimal() and int(kind) > 0):
-                raise ValueError(
-                    f"mamba_moe_layers: an entry is {', '.join(map(repr, named))} or a number of experts, not {kind!r}"
-                )
+            if not kind.isidentifier() and not (kind.isdecimal() and int(kind) > 0):
+                raise ValueError(f"mamba_moe_layers: an entry is a name or a number of experts, not {kind!r}")
             if kind.isdecimal() and not 1 <= self.num_experts_per_tok <= int(kind):
                 raise ValueError(f"num_experts_per_tok must be 1 to {kind}, not {self.num_experts_per_tok}")
         if "mlp" in self.mamba_moe_layers and self.mlp_hidden_size is None:

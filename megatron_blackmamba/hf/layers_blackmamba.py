@@ -211,10 +211,6 @@ class Attention(nn.Module):
         return (part.flatten(1, 2) for part in of_groups.split((each, 1, 1), dim=2))
 
 
-MIXERS: dict[str, Callable[..., nn.Module]] = {"r": MambaMixer, "mamba2": Mamba2Mixer, "mamba3": Mamba3Mixer}
-MIXERS |= {"delta": DeltaMixer, "attention": Attention}
-
-
 class MLP(nn.Module):
     def __init__(self, config: Any, hidden: int, size: int):
         super().__init__()
@@ -225,6 +221,22 @@ class MLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.linear_fc2(activated(self.linear_fc1(x_TD), self.activation, self.gated))
+
+
+def dense(config: Any, layer: int) -> MLP:
+    """Return the mixer of an "mlp" layer."""
+    return MLP(config, config.mlp_hidden_size, config.hidden_size)
+
+
+MIXERS: dict[str, Callable[..., nn.Module]] = {"r": MambaMixer, "mamba2": Mamba2Mixer, "mamba3": Mamba3Mixer}
+MIXERS |= {"delta": DeltaMixer, "attention": Attention, "mlp": dense}
+"""By entry of config.mamba_moe_layers. The export of a layer that the package lacks adds its own at the end."""
+
+
+def recurrent(entry: str) -> type[Recurrent] | None:
+    """Return the class of an entry's mixer if it has a state."""
+    mixer = MIXERS.get(entry)
+    return mixer if isinstance(mixer, type) and issubclass(mixer, Recurrent) else None
 
 
 class Experts(nn.Module):
@@ -294,19 +306,20 @@ class Layer(GradientCheckpointingLayer):
 
     mixer: nn.Module
 
-    def __init__(self, config: Any, index: int):
+    def __init__(self, config: Any, index: int, mixers: dict[str, Callable[..., nn.Module]] | None = None):
         super().__init__()
         self.kind, self.multiplier = config.mamba_moe_layers[index], config.residual_multiplier
         shares = config.arrangement == "parallel" and index % 2 == 1
         self.norm = None if shares else RMSNorm(config.hidden_size, config.norm_eps)
         scales, D = config.residual_scaling, config.hidden_size
         self.stream, self.output = (Affine(D) if scales else nn.Identity() for _ in range(2))
-        if self.kind in MIXERS:
-            self.mixer = MIXERS[self.kind](config, index)
-        elif self.kind == "mlp":
-            self.mixer = MLP(config, config.mlp_hidden_size, config.hidden_size)
-        else:
+        if self.kind.isdecimal():
             self.mixer = Experts(config, int(self.kind))
+        elif mixer := (mixers or MIXERS).get(self.kind):
+            self.mixer = mixer(config, index)
+        else:
+            named = ", ".join(map(repr, MIXERS))
+            raise ValueError(f"mamba_moe_layers: an entry is {named} or a number of experts, not {self.kind!r}")
 
     def forward(
         self,
@@ -328,8 +341,8 @@ class Layer(GradientCheckpointingLayer):
             y = self.mixer(x, keep_BL1, reset_BL, cache)
         elif self.kind == "attention":
             y = self.mixer(x, segment_BL, cache)
-        elif self.kind == "mlp":
-            y = self.mixer(x)
-        else:
+        elif self.kind.isdecimal():
             y, choice_BLk, carried_TR = self.mixer(x, ids_BL, carried_TR)
+        else:
+            y = self.mixer(x)
         return self.stream(residual_BLD) + self.output(y * self.multiplier), choice_BLk, x, carried_TR

@@ -6,7 +6,6 @@ logits, computed in fp32.
 Shapes: B batch, L length, I inner, N state.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,8 @@ from transformers.utils import ModelOutput, logging
 from .cache_blackmamba import CACHE, BlackMambaCache
 from .configuration_blackmamba import BlackMambaConfig
 from .functions_blackmamba import capped, widen
-from .layers_blackmamba import FINAL_NORMS, Affine, Layer, ZayaRouter
-from .recurrent_blackmamba import (
-    DeltaMixer,
-    Mamba2Mixer,
-    Mamba3Mixer,
-    MambaMixer,
-    RMSNorm,
-    TimeStep,
-    linear,
-    use_kernels,
-)
+from .layers_blackmamba import FINAL_NORMS, Affine, Layer, ZayaRouter, recurrent
+from .recurrent_blackmamba import Recurrent, RMSNorm, TimeStep, linear, use_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -91,11 +81,8 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         # Whole modules, since that is what transformers can name, and only names that there are. Newer versions have a
         # list that bf16 models obey too.
         strict = hasattr(PreTrainedModel, "_keep_in_fp32_modules_strict")
-        of_kinds = {"r": ["A_log", "D", "dt_proj"], "mamba2": ["A_log", "D", "dt_bias"]}
-        of_kinds["delta"] = ["A_log", "dt_bias"]
-        of_kinds["mamba3"] = ["D", "dt_bias", "B_bias", "C_bias"]
-        of_kinds["mamba3"] += ["mimo_x", "mimo_z", "mimo_o"] if config.mamba3_rank > 1 else []
-        names = sorted({name for kind in config.mamba_moe_layers for name in of_kinds.get(kind, [])})
+        mixers = filter(None, map(recurrent, config.mamba_moe_layers))
+        names = sorted({name for mixer in mixers for name in mixer.names_in_fp32(config)})
         setattr(self, "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules", names)
 
     @torch.no_grad()
@@ -116,30 +103,10 @@ class BlackMambaPreTrainedModel(PreTrainedModel):
         elif isinstance(module, Affine):
             nn.init.ones_(module.scale)
             nn.init.zeros_(module.bias)
-        elif isinstance(module, MambaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
-            I, N = module.A_log.shape
-            module.A_log.copy_(torch.arange(1, N + 1, device=module.A_log.device).float().log().expand(I, N))
-            module.D.fill_(1.0)
-            _spread_time_steps(module.dt_proj.bias)
-        elif isinstance(module, Mamba2Mixer) and not getattr(module.A_log, "_is_hf_initialized", False):
-            module.A_log.uniform_(1.0, 16.0).log_()
-            module.D.fill_(1.0)
-            _spread_time_steps(module.dt_bias)
-        elif isinstance(module, DeltaMixer) and not getattr(module.A_log, "_is_hf_initialized", False):
-            module.A_log.uniform_(1.0, 16.0).log_()
-            _spread_time_steps(module.dt_bias)
-        elif isinstance(module, Mamba3Mixer) and not getattr(module.dt_bias, "_is_hf_initialized", False):
-            for part in module.exact():
-                part.fill_(1.0)
-            if module.rank > 1:
-                module.mimo_x.fill_(1 / module.rank)
-                module.mimo_o.fill_(1 / module.rank)
-            _spread_time_steps(module.dt_bias)
-
-
-def _spread_time_steps(bias: Tensor) -> None:
-    delta = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)))
-    bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # softplus of this is delta
+        elif isinstance(module, Recurrent):
+            own = module.parameters(recurse=False)
+            if not any(getattr(parameter, "_is_hf_initialized", False) for parameter in own):
+                module.initialise()
 
 
 class BlackMambaModel(BlackMambaPreTrainedModel):

@@ -9,6 +9,7 @@ Shapes: B batch, L length, D model, I inner, N state, R dt rank, K taps, W = K -
 In Mamba-2 and 3: H heads of P channels in G groups, S angles, R rank.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -124,19 +125,29 @@ class TimeStep(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The base class of Mamba, Mamba-2, Mamba-3 and delta rule layers."""
+    """The base class of layers with a state: Mamba, Mamba-2, Mamba-3, the delta rule, and yours.
+
+    `forward(u_BLD, keep_BL1, reset_BL, cache)` returns what joins the residual stream.
+    """
 
     layer: int
     conv1d: Convolution
     A_log: nn.Parameter
+    kept_in_fp32: tuple[str, ...] = ()
+    """Parameters and modules that stay in fp32 when the model is cast to half precision."""
 
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        """Return the parameters that stay in fp32."""
-        raise NotImplementedError
+    @classmethod
+    def names_in_fp32(cls, config: Any) -> tuple[str, ...]:
+        """Return those of `kept_in_fp32` that layers of such a model have."""
+        return cls.kept_in_fp32
+
+    def initialise(self) -> None:
+        """Set the first values of the layer's own parameters; those of linears and norms are set."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Recurrent":
-        """Apply `fn`, but keep the parameters of the recurrence in fp32 when the model is cast to half precision."""
-        exact = [(p, p.detach()) for p in self.exact()]
+        """Apply `fn`, but not where it would cast `kept_in_fp32` to half precision."""
+        parameters = self.named_parameters()
+        exact = [(p, p.detach()) for name, p in parameters if name.split(".")[0] in self.kept_in_fp32]
         super()._apply(fn, recurse)
         for parameter, before in exact:
             if before.dtype == torch.float32 and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -157,22 +168,36 @@ class Recurrent(nn.Module):
         window_BIW = None if cache is None else cache.get_conv_state(self.layer)
         if window_BIW is None:
             window = x.new_zeros(x.shape[0], self.conv1d.kernel_size[0] - 1, x.shape[2])
-            state = self.A_log.new_zeros(x.shape[0], *state_shape)
         else:
-            window, state = window_BIW.mT.contiguous(), cache.get_recurrent_state(self.layer)
+            window = window_BIW.mT.contiguous()
+        state = self.recalled(cache, self.A_log.new_empty(x.shape[0], *state_shape))
         x, window = self.conv1d(x, window, reset_BL)
         if keep_BL1 is not None:
             x = x * keep_BL1  # the convolution's bias alone must not feed the state at padding
         return x, window, state
 
-    def remember(self, cache: Any, window: Tensor, state: Tensor) -> None:
-        """Put the state behind these tokens into the cache, if there is one."""
+    def recalled(self, cache: Any, like: Tensor) -> Tensor:
+        """Return the state before these tokens, from the cache if there is one; zeros before the first."""
+        state = None if cache is None else cache.get_recurrent_state(self.layer)
+        return torch.zeros_like(like) if state is None else state
+
+    def remember(self, cache: Any, state: Tensor, window: Tensor | None = None) -> None:
+        """Put the state behind these tokens into the cache, if there is one, and a convolution's window."""
         if cache is not None:
-            cache.update_conv_state(window.mT, self.layer)
             cache.update_recurrent_state(state, self.layer)
+            if window is not None:
+                cache.update_conv_state(window.mT, self.layer)
+
+
+def spread_time_steps(bias: Tensor) -> None:
+    """Set a bias such that its softplus is log-uniform between 0.001 and 0.1."""
+    delta = torch.exp(torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)))
+    bias.copy_(delta + torch.log(-torch.expm1(-delta)))
 
 
 class MambaMixer(Recurrent):
+    kept_in_fp32 = ("A_log", "D", "dt_proj")
+
     def __init__(self, config: Any, layer: int):
         super().__init__()
         D, I, N, K = config.hidden_size, config.inner_size, config.state_size, config.conv_dimension
@@ -192,8 +217,11 @@ class MambaMixer(Recurrent):
         self.D = nn.Parameter(torch.ones(I, dtype=torch.float32))
         self.out_proj = linear(I, D, self.fast)
 
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        return self.A_log, self.D, self.dt_proj.weight, self.dt_proj.bias
+    def initialise(self) -> None:
+        I, N = self.A_log.shape
+        self.A_log.copy_(torch.arange(1, N + 1, device=self.A_log.device).float().log().expand(I, N))
+        self.D.fill_(1.0)
+        spread_time_steps(self.dt_proj.bias)
 
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         x, z = self.in_proj(u_BLD).chunk(2, dim=-1)
@@ -208,12 +236,14 @@ class MambaMixer(Recurrent):
             scan, delta_BLI = partial(fast_scan, return_final_state=True), delta_BLI.to(x.dtype)
         more = {"z_BLI": z, "delta_bias_I": bias_I, "initial_state_BIN": state, "reset_BL": reset_BL}
         y, state = scan(x, delta_BLI, -torch.exp(self.A_log), B_BLN, C_BLN, self.D, **more)
-        self.remember(cache, window, state)
+        self.remember(cache, state, window)
         return self.out_proj(y.to(u_BLD.dtype))
 
 
 class Mamba2Mixer(Recurrent):
     """Mamba-2, with the names and rows of transformers' own: in_proj [z | x | B | C | dt], conv1d [x | B | C]."""
+
+    kept_in_fp32 = ("A_log", "D", "dt_bias")
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
@@ -233,8 +263,10 @@ class Mamba2Mixer(Recurrent):
         )
         self.out_proj = linear(I, D, self.fast)
 
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        return self.A_log, self.D, self.dt_bias
+    def initialise(self) -> None:
+        self.A_log.uniform_(1.0, 16.0).log_()
+        self.D.fill_(1.0)
+        spread_time_steps(self.dt_bias)
 
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         heads, groups = self.state_shape[0], self.groups
@@ -248,7 +280,7 @@ class Mamba2Mixer(Recurrent):
         scan: Callable[..., Any] = partial(fast_ssd, return_final_state=True) if may_run(self.fast) else ssd
         more = {"dt_bias_H": self.dt_bias, "initial_state_BHPN": state, "reset_BL": reset_BL}
         y, state = scan(x, dt_BLH, -torch.exp(self.A_log), B, C, self.D, **more)
-        self.remember(cache, window, state)
+        self.remember(cache, state, window)
         return self.out_proj(self.norm(y.flatten(2), z).to(u_BLD.dtype))
 
 
@@ -258,6 +290,7 @@ class Mamba3Mixer(Recurrent):
     The cache has, in the place of a convolution's window, the sum of angles with B and x of the last token.
     """
 
+    kept_in_fp32 = ("D", "dt_bias", "B_bias", "C_bias", "mimo_x", "mimo_z", "mimo_o")
     mimo_x: nn.Parameter  # these with a rank above 1
     mimo_z: nn.Parameter
     mimo_o: nn.Parameter
@@ -281,9 +314,18 @@ class Mamba3Mixer(Recurrent):
         self.norm = GroupNorm(I, H, config.norm_eps) if config.mamba3_output_norm else None
         self.out_proj = linear(I, D, self.fast)
 
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        factors = () if self.rank == 1 else (self.mimo_x, self.mimo_z, self.mimo_o)
-        return self.D, self.dt_bias, self.B_bias, self.C_bias, *factors
+    @classmethod
+    def names_in_fp32(cls, config: Any) -> tuple[str, ...]:
+        return cls.kept_in_fp32 if config.mamba3_rank > 1 else cls.kept_in_fp32[:4]
+
+    def initialise(self) -> None:
+        for part in (self.D, self.B_bias, self.C_bias):
+            part.fill_(1.0)
+        if self.rank > 1:
+            self.mimo_x.fill_(1 / self.rank)
+            self.mimo_z.fill_(1.0)
+            self.mimo_o.fill_(1 / self.rank)
+        spread_time_steps(self.dt_bias)
 
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         z, x, B, C, dt, A, trap, angle = self.in_proj(u_BLD).split(self.splits, dim=-1)
@@ -292,7 +334,7 @@ class Mamba3Mixer(Recurrent):
         x = x.unflatten(-1, self.state_shape[:2])
         rows = (self.rank, self.groups, -1)
         B, C = self.B_norm(B.unflatten(-1, rows)), self.C_norm(C.unflatten(-1, rows))
-        last = self.recalled(cache, u_BLD.shape[0], angle.shape[-1])
+        last = self.last_token(cache, u_BLD.shape[0], angle.shape[-1])
         projections = (dt, A, trap, angle, self.dt_bias, self.floor)
         biases = self.B_bias, self.C_bias
         after: Any
@@ -324,7 +366,7 @@ class Mamba3Mixer(Recurrent):
         z_BLRHP = widen(z_BLI).unflatten(-1, self.state_shape[:2])[:, :, None] * self.mimo_z.transpose(0, 1)
         return (y * F.silu(z_BLRHP) * self.mimo_o.transpose(0, 1)).sum(2).flatten(2)
 
-    def recalled(self, cache: Any, rows: int, angles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def last_token(self, cache: Any, rows: int, angles: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sum of angles, the state, and B and x of the last token; zeros before the first."""
         (H, P, N), R = self.state_shape, self.rank
         token = None if cache is None else cache.get_conv_state(self.layer)
@@ -337,6 +379,8 @@ class Mamba3Mixer(Recurrent):
 
 class DeltaMixer(Recurrent):
     """The gated delta rule: in_proj [z | q | k | v | gates | decay], conv1d [q | k | v]."""
+
+    kept_in_fp32 = ("A_log", "dt_bias")
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
@@ -358,8 +402,9 @@ class DeltaMixer(Recurrent):
         self.norm = GroupNorm(V, 1, config.norm_eps)
         self.out_proj = linear(H * V, D, self.fast)
 
-    def exact(self) -> tuple[nn.Parameter, ...]:
-        return self.A_log, self.dt_bias
+    def initialise(self) -> None:
+        self.A_log.uniform_(1.0, 16.0).log_()
+        spread_time_steps(self.dt_bias)
 
     def forward(self, u_BLD: Tensor, keep_BL1: Tensor | None, reset_BL: Tensor | None, cache: Any) -> Tensor:
         z, qkv, *gates, decay = self.in_proj(u_BLD).split(self.splits, dim=-1)
@@ -377,7 +422,7 @@ class DeltaMixer(Recurrent):
             y, state = fast_delta(*tokens, initial_state_BHKV=state, reset_BL=reset_BL)
         else:
             y, state = delta_rule(*tokens, state, reset_BL)
-        self.remember(cache, window, state)
+        self.remember(cache, state, window)
         gate = torch.sigmoid(widen(z)) if self.sigmoid else F.silu(widen(z))
         return self.out_proj((self.norm(y).flatten(2) * gate).to(u_BLD.dtype))
 

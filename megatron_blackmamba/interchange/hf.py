@@ -1,8 +1,8 @@
 """Hugging Face folders, in and out: config.json, sharded safetensors, tokenizer, modeling files and model card."""
 
-import shutil
+import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,7 @@ from megatron_blackmamba.interchange.canonical import (
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.layers import kinds_in, unread_keys
-from megatron_blackmamba.layers.attention import kind as attention
-from megatron_blackmamba.layers.delta import kind as delta
-from megatron_blackmamba.layers.mamba2 import kind as mamba2
+from megatron_blackmamba.registry import KindError
 
 _PARTS = ("cache", "configuration", "functions", "layers", "recurrent", "modeling")
 MODELING_FILES = tuple(f"{part}_blackmamba.py" for part in _PARTS)
@@ -42,6 +40,9 @@ LM_HEAD = "lm_head.weight"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # 5.x would write a class of its own, which 4.x does not know
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SHARD_BYTES = 4 * 10**9
+
+_UNKNOWN_THERE = re.compile(r"^\s*(from|import) (megatron_blackmamba|\.(?!\w+_blackmamba )).*", re.MULTILINE)
+"""An import that fails in an export."""
 
 # A field of config.json, and where it lives in ModelConfig.
 _SAME = {
@@ -60,16 +61,6 @@ _SAME = {
     "logit_softcap": "logit_softcap",
 }
 
-
-_DERIVED: Mapping[str, Callable[[ModelConfig], Any]] = {
-    "head_dim": attention.head_dim,
-    "attention_multiplier": lambda config: attention.head_dim(config) ** -0.5,
-    "mamba2_heads": lambda config: mamba2.sizes(config)[1],
-    "delta_heads": lambda config: delta.sizes(config)[0],
-    "delta_key_heads": lambda config: delta.sizes(config)[1],
-    "delta_decay_rank": lambda config: delta.rank(config) if delta.by_channel(config) else None,
-}
-"""Fields whose default follows from others, and that default."""
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 """Granite's names of model.multipliers. They contain what a width transfer adds, which an export does not know."""
@@ -136,9 +127,28 @@ def write_rest(model: Canonical, folder: Path) -> None:
     config = to_json(model.config, model.sequence_length, model.dtype) | tokens
     write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
     write_json(folder / "generation_config.json", tokens)
-    for name in MODELING_FILES:
-        shutil.copyfile(str(resources.files("megatron_blackmamba.hf") / name), folder / name)
+    for name, text in modeling_files(model.config.pattern).items():
+        write_text(folder / name, text)
     write_text(folder / "README.md", model_card(model))
+
+
+def modeling_files(pattern: str) -> dict[str, str]:
+    """Return the modeling files of an export by name, with those of kinds that bring their own."""
+    package = resources.files("megatron_blackmamba.hf")
+    texts = {name: (package / name).read_text("utf-8") for name in MODELING_FILES}
+    for kind in kinds_in(pattern):
+        if kind.modeling:
+            kind.named("modeling")  # refuses by name what cannot be imported
+            module, _, mixer = kind.modeling.partition(":")
+            source, file = Path(str(import_module(module).__file__)), f"layer_{kind.entry}_blackmamba"
+            texts[f"{file}.py"] = text = source.read_text("utf-8").replace("from megatron_blackmamba.hf.", "from .")
+            if wrong := _UNKNOWN_THERE.search(text):
+                raise KindError(
+                    f"{source}: an export contains this file, so it may import nothing of the package but "
+                    f"megatron_blackmamba.hf, not: {wrong[0].strip()}"
+                )
+            texts["layers_blackmamba.py"] += f"\n\nfrom .{file} import {mixer}\n\nMIXERS[{kind.entry!r}] = {mixer}\n"
+    return texts
 
 
 def code_files(folder: Path) -> list[Path]:
@@ -209,7 +219,8 @@ def function_of(config: ModelConfig) -> dict[str, Any]:
     unread = {theirs for theirs, ours in _SAME.items() if ours in unread_keys(config.pattern)}
     ignored = unread | {"initializer_range", "router_kind", "router_options", "dt_rank", "expansion_factor"}
     fields = {name: value for name, value in to_json(config, 0, torch.float32).items() if name not in ignored}
-    fields |= {name: value(config) for name, value in _DERIVED.items() if fields.get(name, 0) is None}
+    derived = [item for kind in kinds_in(config.pattern) for item in kind.derived_fields(config).items()]
+    fields |= {name: value for name, value in derived if fields.get(name, 0) is None}
     return {_SAME.get(name, name): value for name, value in fields.items()}
 
 

@@ -3,13 +3,12 @@
 import difflib
 import os
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from megatron_blackmamba.formats.atomic import sync_folder
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.json_config import read_json
+from megatron_blackmamba.interchange.json_config import need, parse_layers, read_json
 
 CONFIG = "config.json"
 
@@ -29,11 +28,10 @@ class Change:
 
 def refresh(folder: Path) -> list[Change]:
     """Give an export this version's code files and return what changed; a call that was killed can be repeated."""
-    _require_export(folder)
+    pattern = _pattern_of(folder)
     for left_over in folder.glob(".*_blackmamba.py.new"):
         left_over.unlink()
-    package = resources.files("megatron_blackmamba.hf")
-    ours = {name: (package / name).read_text("utf-8") for name in hf.MODELING_FILES}
+    ours = hf.modeling_files(pattern)
     theirs = {file.name: file.read_text("utf-8", "replace") for file in hf.code_files(folder)}
     stale = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     try:
@@ -53,7 +51,8 @@ def refresh(folder: Path) -> list[Change]:
     return [_change(name, theirs.get(name), ours.get(name)) for name in stale]
 
 
-def _require_export(folder: Path) -> None:
+def _pattern_of(folder: Path) -> str:
+    """Return the pattern of an export; refuse another folder."""
     if not (folder / CONFIG).is_file():
         raise InterchangeError(f"{folder}: has no {CONFIG}. Name a folder written by `export hf` or `save_pretrained`")
     content = read_json(folder / CONFIG)
@@ -67,6 +66,7 @@ def _require_export(folder: Path) -> None:
             f"{folder / CONFIG}: auto_map takes the code from {elsewhere[0].split('--')[0]} on the hub, not from the "
             "folder. Remove that prefix from auto_map first"
         )
+    return parse_layers(need(content, "mamba_moe_layers", folder / CONFIG), folder / CONFIG)[0]
 
 
 def _beside(path: Path) -> Path:

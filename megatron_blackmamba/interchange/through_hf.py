@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_blackmamba import norms
+from megatron_blackmamba import layers, norms
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical
 from megatron_blackmamba.interchange.hf import to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
-from megatron_blackmamba.layers import layers_of
 from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.routers import kind_of
 
@@ -34,7 +33,7 @@ def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     ids = [tokens_BS] if kind_of(model.config.router.kind).reads_ids else []  # older modeling files take none
     routers: list[Router] = []
     carried: Tensor | None = None
-    for i, kind in enumerate(layers_of(model.config.pattern)):
+    for i, kind in enumerate(layers.layers_of(model.config.pattern)):
         layer = _layer(config, model, i)
         if layer.norm is not None:
             shared = layer.norm(residual)
@@ -58,7 +57,9 @@ def _layer(config: Any, model: Canonical, index: int) -> Any:
     from megatron_blackmamba.hf.modeling_blackmamba import Layer
 
     with torch.device("meta"):
-        layer = Layer(config, index)
+        kind = layers.kind_of(model.config.pattern[index])
+        own = {str(kind.entry): kind.named("modeling")} if kind.modeling else {}
+        layer = Layer(config, index, *([own] if own else []))  # older modeling files take none
     prefix = f"decoder.layers.{index}."
     weights = {
         name.removeprefix(prefix): entry.load().float()

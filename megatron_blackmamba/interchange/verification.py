@@ -1,7 +1,6 @@
 """Verify that an export still equals the model that it was made from."""
 
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from megatron_blackmamba.interchange import hf, parity, witness
@@ -68,19 +67,19 @@ def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
         notes.append(f"{its} differs from {mine}")
     if mine is not None and (export / CONFIG).is_file() and "model_type" in read_json(export / CONFIG):
         notes += _generation_notes(ours, theirs, export)
-    return notes + _code_notes(export)
+    return notes + _code_notes(ours.config.pattern, export)
 
 
-def _code_notes(export: Path) -> list[str]:
+def _code_notes(pattern: str, export: Path) -> list[str]:
     """Return what differs from the code files of this version: transformers runs all that the folder has."""
-    notes = []
-    for name in hf.MODELING_FILES if hf.code_files(export) else ():
-        file, ours = export / name, resources.files("megatron_blackmamba.hf") / name
+    notes, files = [], hf.modeling_files(pattern) if hf.code_files(export) else {}
+    for name, ours in files.items():
+        file = export / name
         if not file.is_file():
             notes.append(f"{file} is missing: blackmamba export refresh {export}")
-        elif file.read_bytes() != ours.read_bytes():
+        elif file.read_bytes() != ours.encode():
             notes.append(f"{file} is not this version's: blackmamba export refresh {export}")
-    others = sorted(path for path in export.rglob("*.py") if path.name not in hf.MODELING_FILES)
+    others = sorted(path for path in export.rglob("*.py") if path.name not in files)
     return notes + [f"{path} is code of somebody else. Read it before you load the export" for path in others]
 
 

@@ -3,13 +3,17 @@
 import hashlib
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from megatron_blackmamba.console.units import duration
 from megatron_blackmamba.evaluation.tasks import PAPER, find_files
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.plan.table import duration
 from megatron_blackmamba.runtime.exits import RESTARTS
 
 LONGEST_WARNING_S = 600
@@ -73,37 +77,40 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The resources that a job requests from the cluster."""
+    """The resources that a job requests from the cluster, and the options of `blackmamba launch`."""
 
-    nodes: int
-    gpus_per_node: int = 8
-    """GPUs per node, each with one process; 0 trains on CPUs."""
-    gpu_type: str | None = None
-    """The type of GPU that Slurm is asked for, where a cluster has several."""
-    processes_per_node: int | None = None
-    """Processes per node, for training on CPUs only."""
-    cpus_per_process: int = 8
-    time: str = "24:00:00"
-    """The limit, as Slurm writes it: minutes, H:M:S or D-H:M:S."""
-    warn_seconds: int | None = None
-    """How long before the limit the run is asked to save; None: a quarter of the time, at most ten minutes."""
-    partition: str | None = None
-    account: str | None = None
-    container: str | None = None
-    """An image: a .sif file runs under apptainer, anything else goes to srun --container-image."""
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")]
+    gpus_per_node: Annotated[
+        str, typer.Option(metavar="[TYPE:]N", help="GPUs per node, one process each; 0 trains on CPUs.")
+    ] = "8"
+    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200, a100, a100-40gb, or a YAML file.")] = "h100"
+    """The GPU of the plan that checks the memory."""
+    processes_per_node: Annotated[int | None, typer.Option(help="Processes per node, only with --gpus-per-node 0.")] = (
+        None
+    )
+    cpus_per_process: Annotated[int, typer.Option(help="Number of cores per process.")] = 8
+    time: Annotated[str, typer.Option(help="Slurm time limit: 90 (minutes), 4:00:00, 2-12.")] = "24:00:00"
+    warn_seconds: Annotated[
+        int | None,
+        typer.Option("--warn", help="Save this many seconds before the limit.", show_default="time / 4, at most 600"),
+    ] = None
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.", envvar="SBATCH_PARTITION")] = None
+    account: Annotated[str | None, typer.Option(help="Slurm account.", envvar="SBATCH_ACCOUNT")] = None
+    container: Annotated[str | None, typer.Option(help="Container image: .sif for apptainer, else for pyxis.")] = None
+    chain: Annotated[int, typer.Option(help="Number of jobs in a chain; a single job requeues itself.")] = 1
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Restarts inside the job after a crash or hang between two checkpoints.")
+    ] = RESTARTS
+    evaluate: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", resolve_path=True, help="Score kept checkpoints in separate jobs, on data in DIR."),
+    ] = None
+    options: Annotated[
+        tuple[str, ...],
+        typer.Option("--sbatch", metavar="OPTION", help="Extra sbatch option, for example --qos=high; repeatable."),
+    ] = ()
     mounts: tuple[str, ...] = ()
     """Folders and files that the container mounts beside code and run, as /data or /data:/inside."""
-    gpu: str = "h100"
-    """What the plan checks the memory against: a name it knows or a file, as `blackmamba plan --gpu`."""
-    python: str = "python3"
-    chain: int = 1
-    """Jobs in a row, each continuing the one before; with 1, the job requeues itself."""
-    restarts: int = RESTARTS
-    """Restarts inside the allocation after a crash or a hang; a new checkpoint resets the count."""
-    evaluate: Path | None = None
-    """Folder of evaluation data: each kept checkpoint is scored by a job of its own."""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch, one each, as `--qos=high`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Variables of the job body, from SETTINGS."""
 
@@ -123,9 +130,9 @@ class JobRequest:
             raise LaunchError(f"--container {self.container}: no such file. Build it with scripts/container/Dockerfile")
         if self.restarts < 0:
             raise LaunchError(f"--restarts must be 0 or more, not {self.restarts}")
-        if self.gpus_per_node < 0 or (self.processes_per_node or 1) < 1:
-            raise LaunchError("--gpus-per-node must be 0 or more, and --processes-per-node 1 or more")
-        if self.gpus_per_node and self.processes_per_node not in (None, self.gpus_per_node):
+        if (self.processes_per_node or 1) < 1:
+            raise LaunchError(f"--processes-per-node must be 1 or more, not {self.processes_per_node}")
+        if self.gpus and self.processes_per_node not in (None, self.gpus):
             raise LaunchError("--processes-per-node needs --gpus-per-node 0: a GPU has one process")
         if not time_limit_s(self.time):
             raise LaunchError(f'--time {self.time} means "unlimited" to Slurm. Give a limit, such as --time 24:00:00')
@@ -143,13 +150,33 @@ class JobRequest:
         if self.warning_s >= time_limit_s(self.time):
             raise LaunchError(f"--warn: {self.warning_s} s before the end of --time {self.time} is before the start")
 
-    def gpus(self, number: int) -> str:
+    @property
+    def gpus(self) -> int:
+        """Return the number of GPUs per node."""
+        return self._gpus[1]
+
+    def asking(self, gpus: int) -> str:
         """Return the sbatch option for this many GPUs of a node, empty for none."""
-        return f"--gpus-per-node={self.gpu_type + ':' if self.gpu_type else ''}{number}" if number else ""
+        return f"--gpus-per-node={self._gpus[0]}{gpus}" if gpus else ""
+
+    @property
+    def _gpus(self) -> tuple[str, int]:
+        """Return what comes before the number of GPUs, as `h100:`, and the number."""
+        match = re.fullmatch(r"([\w.-]+:)?(\d+)", self.gpus_per_node.strip())
+        if not match:
+            raise LaunchError(
+                f"GPUs per node are a number or a type and a number, as in h100:8; {self.gpus_per_node!r} is neither"
+            )
+        return match[1] or "", int(match[2])
+
+    @property
+    def python(self) -> str:
+        """Return this Python, or the default one if the job runs in a container image."""
+        return "python3" if self.container else sys.executable
 
     @property
     def tasks_per_node(self) -> int:
-        return self.gpus_per_node or self.processes_per_node or 1
+        return self.gpus or self.processes_per_node or 1
 
     @property
     def warning_s(self) -> int:
@@ -171,14 +198,6 @@ class JobRequest:
         if self.warn_seconds and self.warn_seconds < SHORT_WARNING_S:
             found.append(f"--warn {self.warn_seconds}: a step and a save must fit into {self.warn_seconds} s")
         return tuple(found)
-
-
-def split_gpus(text: str, option: str = "--gpus-per-node") -> tuple[str | None, int]:
-    """Parse GPUs per node as Slurm writes them, `8` or `h100:8`, into type and number."""
-    match = re.fullmatch(r"(?:([\w.-]+):)?(\d+)", text.strip())
-    if not match:
-        raise LaunchError(f"{option} is a number or a type and a number, as in h100:8; {text!r} is neither")
-    return match[1], int(match[2])
 
 
 def time_limit_s(text: str) -> int:
@@ -208,13 +227,13 @@ def render(request: JobRequest, run: RunFolder, code: Path, config: Path, keep_e
         *("--mem=0", "--exclusive", "--requeue", "--dependency=singleton", "--open-mode=append"),
         f"--time={request.time}",
         f"--signal=B:USR1@{request.warning_s}",
-        *_shared(request, run, request.gpus_per_node, "%j.log"),
+        *_shared(request, run, request.gpus, "%j.log"),
     ]
     variables = {
         "CODE": code,
         "PYTHON": request.python,
         "RUN_FOLDER": run.root,
-        "GPUS_PER_NODE": request.gpus_per_node,
+        "GPUS_PER_NODE": request.gpus,
         "GPU": request.gpu,
         "RESTARTS": request.restarts,
         "WHEN_TIME_IS_UP": "exit" if request.chain > 1 else "requeue",
@@ -248,7 +267,7 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
         *("--nodes=1", "--ntasks=1"),
         f"--time={min(request.time, EVALUATE_TIME, key=time_limit_s)}",
         f"--nice={EVALUATE_NICE}",
-        *_shared(request, run, min(1, request.gpus_per_node), "evaluate-%j.log"),
+        *_shared(request, run, min(1, request.gpus), "evaluate-%j.log"),
     ]
     command = [request.python, "-m", "megatron_blackmamba", "evaluate"]
     options = ["--data", str(request.evaluate), "--encoding", "separate"]
@@ -266,7 +285,7 @@ def render_evaluation(request: JobRequest, run: RunFolder, code: Path) -> str:
 def _shared(request: JobRequest, run: RunFolder, gpus: int, log: str) -> list[str]:
     """Return the options of sbatch that training and evaluation have alike; the user's own come last."""
     return [
-        request.gpus(gpus),
+        request.asking(gpus),
         f"--cpus-per-task={request.cpus_per_process}",
         f"--output={_literal(run.logs)}/{log}",
         f"--partition={request.partition}" if request.partition else "",

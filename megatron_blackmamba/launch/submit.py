@@ -92,7 +92,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
     script = render(request, run, folder / "code", folder / "config.yaml", config.checkpoint.keep_every)
     said = (*request.warnings, *warnings(plan))
-    found = verdict(plan) if request.gpus_per_node else ""
+    found = verdict(plan) if request.gpus else ""
     return Launch(run, folder, script, request.limit, plan.missing_data, said, found, begins=begins)
 
 
@@ -190,11 +190,6 @@ def export_command(launch: Launch) -> str:
     options = [f"--dependency=afterok:{launch.jobs[-1]}", "--kill-on-invalid-dep=yes"]
     script = [str(code / "scripts/slurm/convert.sbatch"), "hf", str(launch.run.root)]
     return " ".join([*variables, "sbatch", *options, shlex.join(script)])
-
-
-def interpreter(container: str | None) -> str:
-    """Return this Python, or the default one if the job runs in a container image."""
-    return "python3" if container else sys.executable
 
 
 def job_body() -> Path:

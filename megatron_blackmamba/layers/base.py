@@ -146,6 +146,12 @@ class LayerKind(Kind, ABC):
     entry: ClassVar[str | Cannot | None] = None
     """The layer's entry in an export's list of layers, or why there is none."""
 
+    modeling: ClassVar[str | None] = None
+    """The layer's class in exports, as "package.module:class", if it is not in `hf/`. Exports get a copy of the file.
+
+    Beside torch and transformers it imports only from `megatron_blackmamba.hf`.
+    """
+
     def exported(self, model: ModelConfig) -> str | Cannot:
         """Return the entry of a model's layers."""
         return self.entry or Cannot(f"{self.name} layers ({self.letter}) have no class in the modeling files")
@@ -164,6 +170,10 @@ class LayerKind(Kind, ABC):
 
     def exported_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of an export's config.json that only this kind needs."""
+        return {}
+
+    def derived_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return those whose null follows from others, with the value that follows."""
         return {}
 
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,7 +195,7 @@ class LayerKind(Kind, ABC):
     def module(self) -> Callable[..., Any]:
         """Return what makes the mixer."""
         if self.mixer is None:
-            return partial(resolve_name("megatron_blackmamba.model.mixer:KindMixer"), kind=self)
+            return partial(resolve_name("megatron_blackmamba.model.recurrent_mixer:KindMixer"), kind=self)
         return self.named("mixer")
 
     def _made(self, file: str) -> Any:

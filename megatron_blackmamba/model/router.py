@@ -49,12 +49,12 @@ class _Counted(Router):
             self.register_parameter("weight", None)
         # With recomputation a forward runs twice, the first time without gradients; count that one.
         self.runs_twice = config.recompute != "none"
-        self.register_buffer("tokens_E", self._counts(self.choices), persistent=False)
+        self.register_buffer("tokens_E", self.zero_counts(self.choices), persistent=False)
         self.z_loss = config.described.router.z_loss
         if self.z_loss:
-            self.register_buffer("log_sums", self._counts(2).double(), persistent=False)  # of squares, and tokens
+            self.register_buffer("log_sums", self.zero_counts(2).double(), persistent=False)  # of squares, and tokens
 
-    def _counts(self, *shape: int) -> Tensor:
+    def zero_counts(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device.device())
 
     def gating(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Tensor:
@@ -133,7 +133,7 @@ class KindRouter(_Counted):
         self.groups = {scope: several(group) for scope, group in groups.items()}
         self.seen_distinct = False
         if not self.kind.every_token_gets_k:
-            self.register_buffer("unrouted", self._counts(2), persistent=False)
+            self.register_buffer("unrouted", self.zero_counts(2), persistent=False)
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         """Return the experts of each token."""

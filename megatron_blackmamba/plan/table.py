@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_blackmamba.console.units import duration
 from megatron_blackmamba.formats.shards import token_dtype
 from megatron_blackmamba.formats.source_schedule import repetition
 from megatron_blackmamba.plan import flops
@@ -192,14 +193,6 @@ def _storage(plan: Plan) -> Table:
 
 def _size(size: int) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the largest unit of which it has at least two."""
-    for unit, length in (("days", 86400), ("hours", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:,.1f} s"
 
 
 def _count(number: float, unit: str = "") -> str:

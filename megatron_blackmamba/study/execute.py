@@ -127,12 +127,10 @@ class Local:
 
 def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpus: str, hours: str, say: Say) -> int:
     """Submit what is neither done nor in the queue as Slurm jobs of one node each; return how many."""
-    from megatron_blackmamba.launch.job import JobRequest, split_gpus
-    from megatron_blackmamba.launch.submit import interpreter, submit
+    from megatron_blackmamba.launch.job import JobRequest
+    from megatron_blackmamba.launch.submit import submit
 
-    gpu_type, number = split_gpus(gpus, "--gpus")
-    python, options, submitted = interpreter(None), tuple(sbatch), 0
-    request = JobRequest(nodes=1, gpus_per_node=number, gpu_type=gpu_type, time=hours, python=python, options=options)
+    request, submitted = JobRequest(nodes=1, gpus_per_node=gpus, time=hours, options=tuple(sbatch)), 0
     for cell in cells:
         marker = configs / f"{cell.name}.job"
         if cell.done or (marker.exists() and _in_queue(marker.read_text(encoding="utf-8").strip())):

@@ -23,7 +23,7 @@ POINTS = {
 }
 """File of points → its study."""
 SOURCES = {
-    "README.md": ["trend", "confirm"],
+    "README.md": ["trend", "confirm", "mixers"],
     "trend.md": ["trend", "trend_first", "confirm"],
     "trend_gpu.md": ["trend_gpu"],
     "trend_router.md": ["trend"],

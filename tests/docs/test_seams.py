@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_blackmamba.layers import all_kinds
+from megatron_blackmamba.hf.recurrent_blackmamba import Recurrent
+from megatron_blackmamba.layers import LayerKind, all_kinds
 from tests.test_architecture import packages_imported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,16 +79,12 @@ def test_page_names_the_files_of_a_layer():
     assert listed == {path.name for path in (ROOT / EXAMPLES["layer kind"][0]).parent.glob("[!_]*.py")}
 
 
-def test_page_names_every_modeling_file_to_edit():
-    places = dict(re.findall(r"^   - `(hf/\w+\.py)`: (.*)$", PAGE, re.MULTILINE))
-    branching = [
-        path for path in sorted((ROOT / "megatron_blackmamba/hf").glob("*.py")) if '"mamba2"' in path.read_text()
-    ]
-    assert sorted(places) == [f"hf/{path.name}" for path in branching]
-    for file, what in places.items():
-        code = (ROOT / "megatron_blackmamba" / file).read_text()
-        for name in re.findall(r"`([\w.]+)`", what):
-            assert re.search(rf"\b{name.rpartition('.')[2]}\b", code), f"{file} has no {name}"
+def test_page_names_what_an_exported_layer_uses():
+    step = re.search(r"^6\. To be exported.*?^Register", PAGE, re.MULTILINE | re.DOTALL)[0]
+    for name in ("recalled", "remember", "initialise", "kept_in_fp32"):
+        assert f"`{name}`" in step and hasattr(Recurrent, name)
+    for name in ("entry", "modeling", "exported_fields", "imported_fields", "derived_fields"):
+        assert f"`{name}`" in step and (hasattr(LayerKind, name) or name in LayerKind.__annotations__)
 
 
 def decides_by_name(path):

@@ -16,7 +16,7 @@ def without_layers(monkeypatch):
     """The module as imported beside a transformers before 5.21, which has no cache of such layers."""
     for name in [name for name in vars(cache_utils.Cache) if name.startswith(("get_conv", "get_recurrent", "update"))]:
         monkeypatch.delattr(cache_utils.Cache, name)
-    spec = importlib.util.spec_from_file_location("older", cache_blackmamba.__file__)
+    spec = importlib.util.spec_from_file_location("megatron_blackmamba.hf.older", cache_blackmamba.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

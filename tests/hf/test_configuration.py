@@ -1,7 +1,11 @@
 """An export's configuration keeps what it was given, and derives or refuses the rest."""
 
+import ast
+from pathlib import Path
+
 import pytest
 
+from megatron_blackmamba import hf
 from megatron_blackmamba.hf.configuration_blackmamba import BlackMambaConfig
 
 GIVEN = {
@@ -67,3 +71,14 @@ def test_what_is_left_out_is_derived():
 def test_contradictions_are_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         BlackMambaConfig(**GIVEN | changes)
+
+
+def test_modeling_files_read_only_fields_there_are():
+    """mypy cannot tell: transformers' configurations answer any name as far as it knows."""
+    known, read = set(dir(BlackMambaConfig())), set()
+    for path in Path(hf.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
+                read.add(node.attr)
+    assert len(read) > 40
+    assert read <= known, f"no field of the configuration: {read - known}"

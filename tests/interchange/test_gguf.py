@@ -111,6 +111,38 @@ def test_file_holds_every_tensor_under_llama_cpp_names(source, file):
             assert torch.equal(held["blk.1.ffn_down_exps.weight"][3], value)
 
 
+SIZES_THERE = {
+    "vocab_size": ("vocab_size",),
+    "block_count": ("num_hidden_layers",),
+    "embedding_length": ("hidden_size",),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim", "attention_head_dim"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "rope.freq_base": ("rope_theta",),
+    "expert_count": ("num_local_experts", "n_routed_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "ssm.conv_kernel": ("conv_kernel", "mamba_d_conv"),
+    "ssm.state_size": ("state_size", "ssm_state_size", "mamba_d_state"),
+    "ssm.group_count": ("n_groups", "mamba_n_groups"),
+}
+"""Keys of a GGUF file behind the architecture, and the names in config.json of families."""
+
+
+def test_metadata_name_the_sizes_of_the_model(source, file):
+    reader, content = gguf.GGUFReader(file), json.loads((Path(source.source) / "config.json").read_text())
+    prefix = reader.fields["general.architecture"].contents() + "."
+    held = {name.removeprefix(prefix): field.contents() for name, field in reader.fields.items() if prefix in name}
+    groups = [group for group in vars(gguf.Keys).values() if isinstance(group, type)]
+    known = {key.removeprefix("{arch}.") for group in groups for key in vars(group).values() if isinstance(key, str)}
+    assert held.keys() <= known
+    compared = {key: name for key, names in SIZES_THERE.items() for name in names if key in held and name in content}
+    for key, name in compared.items():
+        value = max(held[key]) if isinstance(held[key], list) else held[key]  # a layer of another kind has 0
+        assert value == pytest.approx(content[name]), f"{prefix}{key} is not {name}"
+    assert len(compared) >= 4
+
+
 @pytest.mark.parametrize(("precision", "error"), [("f16", 2**-11), ("bf16", 2**-8), ("q8_0", 2**-7)])
 def test_only_large_matrices_are_rounded(source, file, precision, error, tmp_path):
     convert.to_gguf(source, tmp_path / "model.gguf", precision=precision)

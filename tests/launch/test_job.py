@@ -15,7 +15,6 @@ from megatron_blackmamba.launch.job import (
     job_name,
     render,
     render_evaluation,
-    split_gpus,
     time_limit_s,
 )
 
@@ -67,10 +66,10 @@ def test_warns_in_time_however_short_the_job():
         ({"time": "2:60:00"}, "at most 59"),
         ({"warn_seconds": 0}, "--warn must be 1 to 65535"),
         ({"warn_seconds": 70_000, "time": "2-0"}, "--warn must be 1 to 65535"),
-        ({"gpus_per_node": -1}, "0 or more"),
-        ({"gpus_per_node": 0, "processes_per_node": -1}, "1 or more"),
+        ({"gpus_per_node": "-1"}, "as in h100:8"),
+        ({"gpus_per_node": "0", "processes_per_node": -1}, "1 or more"),
         ({"time": "10", "warn_seconds": 600}, "is before the start"),
-        ({"gpus_per_node": 8, "processes_per_node": 4}, "a GPU has one process"),
+        ({"gpus_per_node": "8", "processes_per_node": 4}, "a GPU has one process"),
         ({"options": ("--nodes=9",)}, "Use --nodes instead"),
         ({"options": ("--array=0-3",)}, "Use --chain instead"),
         ({"options": ("--gres=nvme:1,gpu:h100:8",)}, "use --gpus-per-node instead, with a type as in h100:8"),
@@ -86,7 +85,7 @@ def test_a_job_that_makes_no_sense_is_refused(request_, complaint):
 
 
 def test_requests_one_process_per_gpu_and_a_signal():
-    options = options_of(rendered(gpus_per_node=4, time="4:00:00"))
+    options = options_of(rendered(gpus_per_node="4", time="4:00:00"))
     assert options["--ntasks-per-node"] == options["--gpus-per-node"] == "4"
     assert options["--signal"] == "B:USR1@600"
     assert options["--open-mode"] == "append"
@@ -94,19 +93,18 @@ def test_requests_one_process_per_gpu_and_a_signal():
 
 
 def test_gpus_may_have_a_type():
-    (kind, number), plain = split_gpus("h100-sxm:4"), split_gpus("8")
-    options = options_of(rendered(gpus_per_node=number, gpu_type=kind))
+    options = options_of(rendered(gpus_per_node="h100-sxm:4"))
     assert options["--gpus-per-node"] == "h100-sxm:4" and options["--ntasks-per-node"] == "4"
-    scoring = render_evaluation(JobRequest(nodes=2, gpus_per_node=number, gpu_type=kind), RUN, Path("/code"))
+    scoring = render_evaluation(JobRequest(nodes=2, gpus_per_node="h100-sxm:4"), RUN, Path("/code"))
     assert options_of(scoring)["--gpus-per-node"] == "h100-sxm:1"
-    assert plain == (None, 8)
+    assert options_of(rendered())["--gpus-per-node"] == "8"
     for wrong in ("h100", "h100:", ":8", "8:h100", "-1"):
         with pytest.raises(LaunchError, match="as in h100:8"):
-            split_gpus(wrong)
+            JobRequest(nodes=2, gpus_per_node=wrong)
 
 
 def test_a_cpu_job_asks_for_no_gpu():
-    options = options_of(rendered(gpus_per_node=0, processes_per_node=3))
+    options = options_of(rendered(gpus_per_node="0", processes_per_node=3))
     assert options["--ntasks-per-node"] == "3"
     assert "--gpus-per-node" not in options
 

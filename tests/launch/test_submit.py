@@ -43,7 +43,7 @@ def test_partition_and_account_come_from_slurms_variables(tmp_path):
 
 
 def test_a_dry_run_writes_nothing(tmp_path):
-    prepared = prepare(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+    prepared = prepare(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2"))
     assert "#SBATCH --nodes=1" in prepared.script
     assert not (tmp_path / "runs").exists()
 
@@ -62,14 +62,14 @@ def test_what_the_plan_refuses_is_not_launched(tmp_path, monkeypatch, overrides,
     speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\nmemory_gb_s: 1\nissue_t_s: 1\n"
     Path("smaller.yaml").write_text("name: a GPU of half a GiB\nmemory_gib: 0.5\n" + speeds)
     with pytest.raises(LaunchError, match=complaint):
-        submit(tiny(tmp_path, *overrides), JobRequest(nodes=1, gpus_per_node=2, **request_))
+        submit(tiny(tmp_path, *overrides), JobRequest(nodes=1, gpus_per_node="2", **request_))
     assert not (tmp_path / "tiny").exists()
 
 
 def test_without_slurm_it_names_the_login_node(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="login node"):
-        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -77,13 +77,13 @@ def test_a_complete_run_is_not_launched_again(tmp_path):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny/done").touch()
     with pytest.raises(LaunchError, match="complete"):
-        prepare(tiny(tmp_path), JobRequest(nodes=1, gpus_per_node=2))
+        prepare(tiny(tmp_path), JobRequest(nodes=1, gpus_per_node="2"))
 
 
 def test_each_launch_has_a_folder_of_its_own(tmp_path):
     (tmp_path / "tiny/launch/001").mkdir(parents=True)
     (tmp_path / "tiny/launch/009").mkdir()
-    assert prepare(tiny(tmp_path), JobRequest(nodes=1, gpus_per_node=2)).folder == tmp_path / "tiny/launch/010"
+    assert prepare(tiny(tmp_path), JobRequest(nodes=1, gpus_per_node="2")).folder == tmp_path / "tiny/launch/010"
 
 
 def test_a_snapshot_runs_by_itself(tmp_path):
@@ -117,7 +117,7 @@ def fake_sbatch(tmp_path, monkeypatch):
 
 def test_interrupted_chain_names_the_submitted_jobs(tmp_path, fake_sbatch):
     with pytest.raises(LaunchError, match=r"too many\nIn the queue already: 41 \(scancel 41"):
-        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, chain=2))
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2", chain=2))
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,16 @@ def test_refused_submission_leaves_nothing(tmp_path, monkeypatch, said, advised)
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     with pytest.raises(LaunchError, match="Slurm refused the job") as raised:
-        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2"))
     assert said in str(raised.value) and ("launch from a login node" in str(raised.value)) == advised
     assert not (tmp_path / "runs/tiny").exists()
     (tmp_path / "runs/tiny/launch/001").mkdir(parents=True)  # of a launch that went through
     with pytest.raises(LaunchError):
-        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2"))
     assert [path.name for path in (tmp_path / "runs/tiny/launch").iterdir()] == ["001"]
     (tmp_path / "runs/tiny/launch").rename(tmp_path / "runs/tiny/logs")  # of a run that was never launched
     with pytest.raises(LaunchError):
-        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+        submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2"))
     assert [path.name for path in (tmp_path / "runs/tiny").iterdir()] == ["logs"]
 
 
@@ -152,7 +152,7 @@ def test_job_keeps_the_settings_of_its_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFLIGHT", "nodes")
     monkeypatch.setenv("DOCTOR_OPTIONS", "--threshold disk=20")
     monkeypatch.delenv("STUCK_SECONDS", raising=False)
-    script = prepare(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2)).script
+    script = prepare(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2")).script
     assert "\nPREFLIGHT=nodes\n" in script and "\nDOCTOR_OPTIONS='--threshold disk=20'\n" in script
     assert "STUCK_SECONDS" not in script
 
@@ -166,7 +166,7 @@ def test_the_gpu_described_is_the_one_at_launch(tmp_path, fake_sbatch, monkeypat
     monkeypatch.chdir(tmp_path)
     speeds = "bf16_tflops: 1\nfp32_tflops: 1\nnvlink_gb_s: 1\nnetwork_gb_s: 1\nmemory_gb_s: 1\nissue_t_s: 1\n"
     Path("ours.yaml").write_text("name: ours\nmemory_gib: 50\n" + speeds)
-    launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2, gpu="ours.yaml"))
+    launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2", gpu="ours.yaml"))
     copy = launched.folder / "gpu.yaml"
     assert f"GPU={copy}\n" in launched.script
     assert copy.read_text() == Path("ours.yaml").read_text()
@@ -214,7 +214,7 @@ def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, mo
     monkeypatch.chdir(tmp_path)
     Path("weights").mkdir()
     config = load("tiny", ["folder=runs", "start.from=weights"])
-    launched = submit(config, JobRequest(nodes=1, gpus_per_node=2, chain=2))
+    launched = submit(config, JobRequest(nodes=1, gpus_per_node="2", chain=2))
     assert launched.jobs == ("41", "42")
     folder = tmp_path / "runs/tiny/launch/001"
     for job in launched.jobs:
@@ -255,19 +255,19 @@ def trunk(tmp_path):
 def test_branch_is_launched_at_checkpoint_of_its_plan(tmp_path, trunk, recording_sbatch, monkeypatch):
     """The trunk keeps that checkpoint while the job waits, and may save others."""
     monkeypatch.chdir(tmp_path)
-    launched = submit(tiny(tmp_path / "runs", "start.branch=trunk"), JobRequest(nodes=1, gpus_per_node=2))
+    launched = submit(tiny(tmp_path / "runs", "start.branch=trunk"), JobRequest(nodes=1, gpus_per_node="2"))
     written = load(str(launched.folder / "config.yaml"))
     assert written.start.branch == f"{tmp_path}/trunk@8"
     assert branches.needed_steps(trunk) == {8} and branches.branches_of(trunk) == [(tmp_path / "runs/tiny", 8)]
     (tmp_path / "image.sif").touch()
-    request = JobRequest(nodes=1, gpus_per_node=2, container="image.sif")
+    request = JobRequest(nodes=1, gpus_per_node="2", container="image.sif")
     assert f"{tmp_path}/trunk:{tmp_path}/trunk" in prepare(written, request).script
 
 
 def test_branch_refused_by_slurm_leaves_trunk_alone(tmp_path, trunk, fake_sbatch):
     (tmp_path / "first").touch()
     with pytest.raises(LaunchError, match="too many"):
-        submit(tiny(tmp_path / "runs", f"start.branch={trunk.root}"), JobRequest(nodes=1, gpus_per_node=2))
+        submit(tiny(tmp_path / "runs", f"start.branch={trunk.root}"), JobRequest(nodes=1, gpus_per_node="2"))
     assert not trunk.branches.exists() and not (tmp_path / "runs/tiny/launch").exists()
 
 
@@ -281,7 +281,7 @@ def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):
 
     def mounts(given: str) -> str:
         monkeypatch.setenv("CONTAINER_MOUNTS", given)
-        script = prepare(config, JobRequest(nodes=1, gpus_per_node=2, container="image.sif")).script
+        script = prepare(config, JobRequest(nodes=1, gpus_per_node="2", container="image.sif")).script
         values = dict(line.split("=", 1) for line in script.splitlines() if line.startswith("CONTAINER"))
         assert values["CONTAINER"] == f"{tmp_path}/image.sif"
         return shlex.split(values["CONTAINER_MOUNTS"])[0]
@@ -303,7 +303,7 @@ def test_a_job_reads_the_mixture_as_launched(tmp_path, fake_sbatch, monkeypatch)
     read = Mixture.read(mixture)
     weights, prefixes = read.weights(), read.prefixes()
     overrides = ["data.kind=mixture", f"data.mixture={mixture}"]
-    launched = submit(tiny(tmp_path / "runs", *overrides), JobRequest(nodes=1, gpus_per_node=2))
+    launched = submit(tiny(tmp_path / "runs", *overrides), JobRequest(nodes=1, gpus_per_node="2"))
     mixture.unlink()
     monkeypatch.delenv("SITE")
     monkeypatch.delenv("HELD_OUT")
@@ -318,16 +318,16 @@ def test_a_second_launch_names_jobs_before_it(tmp_path, recording_sbatch):
     squeue = tmp_path / "bin/squeue"
     squeue.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/asked\necho 7\necho 9\n')
     squeue.chmod(0o755)
-    launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2))
+    launched = submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2"))
     assert launched.jobs == ("41",) and launched.waits_for == ("7", "9")
     assert "waits for job 7, 9; " in announce(launched) and "scancel 7 9\n" in announce(launched)
     assert f"--name={job_name(launched.run)} " in (tmp_path / "asked").read_text()
     squeue.write_text("#!/bin/sh\nexit 1\n")
-    assert "waits" not in announce(submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node=2)))
+    assert "waits" not in announce(submit(tiny(tmp_path / "runs"), JobRequest(nodes=1, gpus_per_node="2")))
 
 
 def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, monkeypatch):
-    launched = submit(tiny(tmp_path / "two words"), JobRequest(nodes=1, gpus_per_node=2))
+    launched = submit(tiny(tmp_path / "two words"), JobRequest(nodes=1, gpus_per_node="2"))
     (tmp_path / "elsewhere").mkdir()
     command = export_command(launched)
     assert command in announce(launched)

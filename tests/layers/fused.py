@@ -1,6 +1,6 @@
 """A layer kind whose first matrix has rows of two meanings, and which says nothing of checkpoints or layouts."""
 
-from megatron_blackmamba.layers import by_rows, whole
+from megatron_blackmamba.layers import Cannot, by_rows, whole
 from tests.layers.running_mean.kind import RunningMean
 
 
@@ -8,6 +8,7 @@ class Fused(RunningMean):
     """The running mean, times the sigmoid of a gate."""
 
     letter, name, mixer = "F", "gated mean", None
+    entry, modeling = Cannot("gated mean layers (F) have no class in the modeling files"), None
 
     def weights(self, model):
         D = model.hidden_size

@@ -93,13 +93,36 @@ def saved(folder: Path) -> bool:
 
 
 def refused(folder: Path) -> str:
-    from megatron_blackmamba.interchange.convert import to_hf
+    from megatron_blackmamba import build, export_hf
 
     try:
-        to_hf(megatron.read(folder / "solo"), folder / "exported")
+        export_hf(build(load("tiny", [*RUN, "model.pattern=FE"])), folder / "refused")
     except InterchangeError as error:
         return str(error)
     return ""
+
+
+def exported(folder: Path, eod_reset: int | None) -> float:
+    """How far an export, in two pieces and padded, is from training's forward pass in the logits of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_blackmamba.interchange import through_megatron
+    from megatron_blackmamba.interchange.convert import to_hf
+
+    model, out = megatron.read(folder / "solo"), folder / f"exported_{eod_reset}"
+    model = replace(model, config=model.config.model_copy(update={"eod_reset": eod_reset}))
+    to_hf(model, out)
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True).float()
+    tokens_BL = torch.randint(512, (2, 12), generator=torch.Generator().manual_seed(1))
+    tokens_BL[0, 4] = tokens_BL[1, 6] = tokens_BL[1, 9] = EOD
+    whole = through_megatron.observe(model, tokens_BL).logits_BSV
+    padded_BL = torch.nn.functional.pad(tokens_BL, (2, 0))
+    mask_BL = torch.nn.functional.pad(torch.ones_like(tokens_BL), (2, 0))
+    with torch.no_grad():
+        first = theirs(padded_BL[:, :9], attention_mask=mask_BL[:, :9], use_cache=True)
+        cache = getattr(first, "cache", None) or first.past_key_values
+        second = theirs(tokens_BL[:, 7:], past_key_values=cache)
+    return float((torch.cat((first.logits[:, 2:], second.logits), 1) - whole).abs().max())
 
 
 def main(folder: Path) -> dict:
@@ -118,6 +141,7 @@ def main(folder: Path) -> dict:
         "decoded": (1, lambda: [decoded(folder, None), decoded(folder, EOD)]),
         "saved": (1, lambda: saved(folder)),
         "refused": (1, lambda: refused(folder)),
+        "exported": (1, lambda: [exported(folder, None), exported(folder, EOD)]),
     }
     answers = {name: fork_ranks(ranks, body)[0] for name, (ranks, body) in jobs.items()}
     names = ("solo", "again", "solo_fp64", "tp2_fp64", "fused", "moved")

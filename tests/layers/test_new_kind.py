@@ -55,8 +55,14 @@ def test_new_kind_is_saved_from_memory(went):
     assert went["saved"]["answer"] is True
 
 
+@pytest.mark.parametrize("case", [0, 1], ids=["without_resets", "with_resets"])
+def test_export_of_new_kind_computes_as_training(went, case):
+    """transformers loads the copied file; its state goes from piece to piece through the cache."""
+    assert went["exported"]["answer"][case] < 1e-4
+
+
 def test_export_refuses_new_kind_by_name(went):
-    assert "running mean layers (A) have no class in the modeling files" in went["refused"]["answer"]
+    assert "gated mean layers (F) have no class in the modeling files" in went["refused"]["answer"]
 
 
 class Plain(layers.LayerKind):

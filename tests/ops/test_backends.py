@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_blackmamba import ops
-from megatron_blackmamba.ops import backends, library, selective_scan, ssd
+from megatron_blackmamba.ops import backends, delta, library, selective_scan, ssd
 from megatron_blackmamba.ops.adam import FUSED_ADAM
 from megatron_blackmamba.ops.gated import gated
 from megatron_blackmamba.ops.selective_scan import Inputs
@@ -191,7 +191,7 @@ def test_adam_of_installed_package_is_preferred(monkeypatch):
     assert "adam: fused_adam" in backends.in_use()
 
 
-@pytest.mark.parametrize("key, op", [("scan", selective_scan), ("ssd", ssd)])
+@pytest.mark.parametrize("key, op", [("scan", selective_scan), ("ssd", ssd), ("delta", delta)])
 def test_config_names_every_backend(key, op):
     named = set(get_args(KernelsConfig.model_fields[key].annotation))
     assert named == {"auto", *op.BACKENDS}

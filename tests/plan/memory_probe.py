@@ -203,6 +203,11 @@ def causal_attention(q_BHSC, k_BGSC, v_BGSC, *, is_causal: bool, enable_gqa: boo
 
 
 def kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
+    return _bytes(saved_for_backward(model, tokens))
+
+
+def saved_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Return a tensor of each storage that torch keeps for the backward pass, weights aside."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, torch.Tensor] = {}
 
@@ -222,7 +227,7 @@ def kept_for_backward(model: torch.nn.Module, tokens: torch.Tensor) -> int:
     with hooks, mock.patch.object(Chain, "start", start):
         loss = model(tokens, tokens)
     del loss
-    return _bytes(seen.values())
+    return list(seen.values())
 
 
 def _buffers(trainable: object) -> list:

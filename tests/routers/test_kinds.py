@@ -11,7 +11,7 @@ from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import megatron
-from megatron_blackmamba.model import remind_of_expert_bias, update_expert_bias
+from megatron_blackmamba.model import remind_of_update, update_routers
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.routers import Cannot, Use
 from tests.routers.levelled.kind import Levelled
@@ -81,14 +81,14 @@ def test_own_loops_begin_whole_batches_anew(build):
     network(ids_BS, ids_BS).mean().backward()
     counts = [router.ga_steps for router in network.modules() if hasattr(router, "ga_steps")]
     assert counts and all(counts)
-    update_expert_bias(network)
+    update_routers(network)
     assert not any(counts)
 
 
 def test_own_loops_move_every_state(registered, build):
     registered(Levelled)
     network = build("model.router.kind=levelled", "model.pattern=ME").train()
-    remind_of_expert_bias(network)
+    remind_of_update(network)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     load_E = network.decoder.layers[1].mixer.router.load
     ids_BS = torch.arange(64).view(2, 32)
@@ -99,10 +99,10 @@ def test_own_loops_move_every_state(registered, build):
 
     for _ in range(3):
         step()
-        update_expert_bias(network)
+        update_routers(network)
     assert load_E.sum() == pytest.approx(1 - 0.9**3) and load_E.std() > 0
     step()
-    with pytest.warns(UserWarning, match=r"what the routers keep .load. is not updated: call update_expert_bias"):
+    with pytest.warns(UserWarning, match=r"what the routers keep .load. is not updated: call update_routers"):
         step()
 
 

@@ -6,7 +6,7 @@ import torch
 
 from megatron_blackmamba import data, model
 from megatron_blackmamba.config import ConfigError, load
-from megatron_blackmamba.model.bias_routers import MEMORY
+from megatron_blackmamba.model.state_router import MEMORY
 from megatron_blackmamba.routers.quantile.kind import BINS, balancing_bias, histogram_of_needs
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.step import Step

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_blackmamba.model.bias_routers import MEMORY
+from megatron_blackmamba.model.state_router import MEMORY
 from megatron_blackmamba.ops.sinkhorn import load_imbalance, sinkhorn_choice
 
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megatron_blackmamba import model, update_expert_bias
+from megatron_blackmamba import model, update_routers
 from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
@@ -147,7 +147,7 @@ def test_bias_evens_out_loads_in_own_loops(build):
     for _ in range(60):
         network(random_ids(4, 64))
         shares.append(float(router.gathered.max() / router.gathered.sum()))
-        update_expert_bias(network)
+        update_routers(network)
     assert shares[0] > 2.5 / EXPERTS and sum(shares[-5:]) / 5 < 1.5 / EXPERTS
     assert router.bias_steps.tolist() == [60] * EXPERTS
 

@@ -90,6 +90,9 @@ class Attention(LayerKind):
             "attention_across_documents": attention.across_documents,
         }
 
+    def derived_fields(self, model: ModelConfig) -> dict[str, Any]:
+        return {"head_dim": head_dim(model), "attention_multiplier": head_dim(model) ** -0.5}
+
     def imported_fields(self, content: Mapping[str, Any]) -> dict[str, Any]:
         names = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "rotary_base": "rope_theta"}
         names |= {key: key for key in ("qk_norm", "head_dim", "rotary")}

@@ -12,7 +12,7 @@ Shapes: D model, H heads, G key heads, K key channels of a head, V value channel
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
 from megatron_blackmamba.layers.recurrent import RecurrentKind
@@ -32,6 +32,11 @@ class Delta(RecurrentKind, LayerKind):
     kept_in_fp32 = ("A_log", "dt_bias")
     part, entry = "delta", "delta"
     exports = ("variant", "heads", "key_heads", "key_dim", "head_dim", "decay_rank", "negative_eigenvalues")
+
+    def derived_fields(self, model: ModelConfig) -> dict[str, Any]:
+        heads, key_heads = sizes(model)[:2]
+        decays = rank(model) if by_channel(model) else None
+        return {"delta_heads": heads, "delta_key_heads": key_heads, "delta_decay_rank": decays}
 
     def problems(self, model: ModelConfig) -> list[str]:
         delta = model.delta

@@ -18,8 +18,8 @@ from megatron_blackmamba.layers.delta.kind import by_channel, in_proj, rank, siz
 from megatron_blackmamba.model.channels import Channels, Convolution
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import SharedNorm
+from megatron_blackmamba.model.recurrent_mixer import RecurrentMixer
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.delta import delta, delta_part
 

@@ -65,7 +65,7 @@ class SortedAllToAll(AllToAll):
         return self.order.sum(y_PD).view(self.hidden_shape)
 
 
-def let_go(dispatcher: object) -> None:
+def release_weights(dispatcher: object) -> None:
     """Forget the weights that a dispatcher keeps: the graph of their gradients would live until the next forward pass.
 
     A CUDA graph could not be captured meanwhile, since the graph that lives belongs to another stream.

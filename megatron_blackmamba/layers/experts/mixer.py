@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from torch import Tensor
 
 from megatron_blackmamba import routers
-from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll, let_go
+from megatron_blackmamba.layers.experts.dispatcher import Order, SortedAllToAll, release_weights
 from megatron_blackmamba.layers.experts.grouped import GroupedExperts
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
@@ -69,5 +69,5 @@ class MoEMixer(MoELayer):
         sent = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(routed.hidden, chosen, weights))
         y_PD, _ = self.experts(*dispatcher.dispatch_postprocess(*sent))
         y_SBD = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y_PD)))
-        let_go(dispatcher)
+        release_weights(dispatcher)
         return y_SBD

@@ -29,8 +29,8 @@ from megatron_blackmamba.model.channels import Channels
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.linears import row
-from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import RMSNorm
+from megatron_blackmamba.model.recurrent_mixer import RecurrentMixer
 from megatron_blackmamba.model.sharding import empty, replicated, without_decay
 from megatron_blackmamba.ops.causal_conv1d.halves import Halves, convolve_first_half
 from megatron_blackmamba.ops.causal_conv1d.part import causal_conv1d_part
@@ -53,7 +53,7 @@ class ConvolutionOfRows(Channels):
         return Halves(y_BSI, y_BSI, z_BSI)
 
 
-class DeltaProjection(Channels):
+class TimeStepProjection(Channels):
     """The projection of dt from its low rank to the channels."""
 
     bias: nn.Parameter
@@ -83,7 +83,7 @@ class MambaMixer(RecurrentMixer):
             norm = RMSNorm(config, self.shared.count(part), config.layernorm_epsilon)
             replicated(norm.weight, sequence_parallel=False)  # every rank has the whole sum of the whole sequence
             self.add_module(name, norm)
-        self.dt_proj = DeltaProjection(
+        self.dt_proj = TimeStepProjection(
             empty(local, model.dt_rank_or_default, dtype=config.params_dtype), empty(local, dtype=config.full_precision)
         )
         self.A_log = without_decay(empty(local, model.state_size, dtype=config.full_precision))

@@ -8,7 +8,7 @@ K convolution width, W = K - 1 window, Q = I + 2GN channels of the convolution, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba.layers.base import Division, LayerKind
 from megatron_blackmamba.layers.recurrent import NORMS, RecurrentKind
@@ -28,6 +28,9 @@ class Mamba2(RecurrentKind, LayerKind):
     part, entry = "mamba2", "mamba2"
     exports = ("heads", "head_dim", "state_size", "groups", "time_step_min")
     widens = True
+
+    def derived_fields(self, model: ModelConfig) -> dict[str, Any]:
+        return {"mamba2_heads": sizes(model)[1]}
 
     def problems(self, model: ModelConfig) -> list[str]:
         head_dim, groups = model.mamba2.head_dim, model.mamba2.groups

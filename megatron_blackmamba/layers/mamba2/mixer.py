@@ -25,8 +25,8 @@ from megatron_blackmamba.layers.recurrent import NORMS
 from megatron_blackmamba.model.channels import Convolution
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import GatedNorm, GroupNorm
+from megatron_blackmamba.model.recurrent_mixer import RecurrentMixer
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.ssd import ssd
 from megatron_blackmamba.ops.ssd.part import ssd_part

@@ -20,8 +20,8 @@ from megatron_blackmamba.layers.mamba3.arithmetic import mixed
 from megatron_blackmamba.layers.mamba3.kind import MIX, NORMS, in_proj
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
-from megatron_blackmamba.model.mixer import RecurrentMixer
 from megatron_blackmamba.model.norms import GroupNorm, SharedNorm
+from megatron_blackmamba.model.recurrent_mixer import RecurrentMixer
 from megatron_blackmamba.model.sharding import empty, without_decay
 from megatron_blackmamba.ops.mamba3 import BACKENDS, Rates, mamba3
 

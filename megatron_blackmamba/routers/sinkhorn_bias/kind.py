@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SinkhornBias(Sinkhorn):
     name = "sinkhorn_bias"
     balanced_by_exports = False
-    module = f"{__package__}.module:PlanBiasRouter"
+    module = f"{__package__}.module:SinkhornBiasRouter"
     state = ("expert_bias",)
     metrics = BIAS_METRICS
 

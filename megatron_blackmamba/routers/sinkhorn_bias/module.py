@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_blackmamba.model.bias_routers import BiasRouter
+from megatron_blackmamba.model.state_router import BiasRouter
 from megatron_blackmamba.routers import Tokens
 
 
-class PlanBiasRouter(BiasRouter):
+class SinkhornBiasRouter(BiasRouter):
     """The bias follows the mean of the plans' over the micro-batches of a step."""
 
     def nothing(self) -> Tensor:
         """Return room for the sum of the biases and, last, the number of plans."""
-        return self._counts(self.num_experts + 1).double()
+        return self.zero_counts(self.num_experts + 1).double()
 
     def routing(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         return super().routing(logits_TE, replace(at, plan_bias_E=self.gathered[:-1]) if self.gathers else at)

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megatron_blackmamba.model.bias_routers import BiasRouter
 from megatron_blackmamba.model.config import MegatronConfig
 from megatron_blackmamba.model.inputs import LayerInputs
 from megatron_blackmamba.model.router import Measured
+from megatron_blackmamba.model.state_router import BiasRouter
 from megatron_blackmamba.ops.fp32_linear import fp32_linear
 from megatron_blackmamba.routers import Routed
 from megatron_blackmamba.routers.zaya.arithmetic import logits_and_state
@@ -25,7 +25,7 @@ class ZayaRouter(BiasRouter):
 
     def __init__(self, config: MegatronConfig, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False):
         super().__init__(config, pg_collection, is_mtp_layer)
-        self.register_buffer("skipped", self._counts(2), persistent=False)  # choices that skip, and all
+        self.register_buffer("skipped", self.zero_counts(2), persistent=False)  # choices that skip, and all
 
     def forward(self, hidden_SBD: Tensor, inputs: LayerInputs | None = None) -> Routed:
         """Return the experts of each token; a choice that skips is none of them."""

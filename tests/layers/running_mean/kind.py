@@ -8,7 +8,8 @@ class RunningMean(LayerKind):
     mixer = f"{__package__}.mixer:MeanMixer"
     cost = f"{__package__}.cost:MeanCost"
     decode = f"{__package__}.decode:MeanDecoding"
-    part = "mean"
+    modeling = f"{__package__}.exported:MeanMixer"
+    part, entry = "mean", "mean"
 
     def divisions(self, model):
         return [Division("model.hidden_size", model.hidden_size, "tensor")]

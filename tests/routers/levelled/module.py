@@ -1,6 +1,6 @@
 """The router as a torch module, which moves the state after each step."""
 
-from megatron_blackmamba.model.bias_routers import StateRouter
+from megatron_blackmamba.model.state_router import StateRouter
 
 
 class LevelledRouter(StateRouter):

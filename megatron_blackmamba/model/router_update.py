@@ -16,10 +16,10 @@ STEPS_WITHOUT_UPDATE = 2
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module) -> None:
+def update_routers(model: nn.Module) -> None:
     """Change what routers keep, by the tokens since the last call, over all replicas; biases balance the experts."""
     for module in model.modules():
-        if isinstance(module, LanguageModel) and (reminder := vars(module).get("bias_reminder")) is not None:
+        if isinstance(module, LanguageModel) and (reminder := vars(module).get("update_reminder")) is not None:
             reminder.steps = 0
         if isinstance(module, KindRouter | MegatronRouter):
             module.end_batch()
@@ -30,12 +30,12 @@ def update_expert_bias(model: nn.Module) -> None:
             tokens_E.zero_()
 
 
-def remind_of_expert_bias(model: LanguageModel) -> None:
+def remind_of_update(model: LanguageModel) -> None:
     """Have the model warn when its weights are updated again and again and what routers keep never."""
     found = (module.kind.state for module in model.modules() if isinstance(module, KindRouter | MegatronRouter))
     if kept := next(found, ()):
-        model.bias_reminder = _Reminder(kept)
-        model.register_forward_pre_hook(model.bias_reminder)
+        model.update_reminder = _Reminder(kept)
+        model.register_forward_pre_hook(model.update_reminder)
 
 
 class _Reminder:
@@ -58,4 +58,4 @@ class _Reminder:
                 if "expert_bias" in self.kept
                 else f"what the routers keep ({', '.join(self.kept)}) is not updated"
             )
-            warnings.warn(f"{fault}: call update_expert_bias(model) after each optimizer.step()", stacklevel=3)
+            warnings.warn(f"{fault}: call update_routers(model) after each optimizer.step()", stacklevel=3)

@@ -28,7 +28,7 @@ class StateRouter(KindRouter):
 
     def nothing(self) -> Tensor:
         """Return the sums before the first token."""
-        return self._counts(self.choices)
+        return self.zero_counts(self.choices)
 
     def gather(self, logits_TE: Tensor, chosen: Tensor) -> None:
         """Add the tokens of a micro-batch on this rank to the sums."""
