@@ -20,7 +20,7 @@ from megatron_blackmamba.report.confidence import mean_of
 
 POINTS = Path(__file__).parents[1] / "docs" / "studies" / "mixers_recall.json"
 TASKS = ("length:passkey", "length:recall")
-DISTANCES = ((0, 128), (128, 256), (256, 1024), (1024, 4096))
+DISTANCES = ((0, 128), (128, 256), (256, 4096))
 """Tokens between a fact and its question: above the first number, up to the second."""
 
 
@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, default=POINTS)
     asked = parser.parse_args()
     if asked.runs:
-        atomic.write_text(asked.write, json.dumps([*collected(asked.runs, asked.budget)], indent=1) + "\n")
+        lines = ",\n".join(map(json.dumps, collected(asked.runs, asked.budget)))
+        atomic.write_text(asked.write, f"[\n{lines}\n]\n")
     print(table(json.loads(asked.write.read_text(encoding="utf-8"))))
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
-from megatron_blackmamba.checkpoint.agreement import SaveError, found_by_main, gathered, together
+from megatron_blackmamba.checkpoint.agreement import SaveError, found_by_main, together
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
 from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
@@ -33,7 +33,7 @@ from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved, Saved
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.runtime import device
-from megatron_blackmamba.runtime.world import World
+from megatron_blackmamba.runtime.world import World, gathered
 from megatron_blackmamba.version import __version__
 
 from megatron.core.optimizer import MegatronOptimizer

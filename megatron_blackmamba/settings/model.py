@@ -269,7 +269,7 @@ class ModelConfig(Section):
     false: activate all of it."""
     final_norm: str = "layer"
     """The norm before the head. layer: LayerNorm with a bias (the released code's).
-    rms: RMSNorm, as before the layers."""
+    rms: RMSNorm, as before the layers. That of model.mtp is always RMSNorm."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in every norm."""
     tie_embeddings: bool = True

@@ -236,7 +236,7 @@ class KernelsConfig(Section):
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """megatron-core's exchange of tokens between the ranks that share the experts."""
     scan: Literal["auto", "reference", "chunked", "cpp", "cuda", "triton", "mamba_ssm"] = "auto"
-    """The selective scan; auto: the fastest one that works here."""
+    """The selective scan; auto: the first of cuda, triton, mamba_ssm, cpp and chunked that works here."""
     scan_states: Literal["keep", "recompute"] = "keep"
     """From Hopper GPUs on: keep every fourth state for the backward pass, or recompute it (slower, less memory)."""
     ssd: Literal["auto", "reference", "chunked", "triton", "mamba_ssm"] = "auto"

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import statistics
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.options import HowToRun
+from studies import recall
 from tests.docs.session import ROOT
 
 DOCS = ROOT / "docs"
@@ -64,6 +66,8 @@ def claims(page):
 @pytest.mark.parametrize("page", SOURCES)
 def test_figures_of_a_page_are_printed(page, printed):
     said = "\n".join(printed(name) for name in SOURCES[page])
+    if page == "mixers.md":
+        said += recall.table(json.loads(recall.POINTS.read_text()))
     known = {each for figure in FIGURE.findall(said) for each in (figure, figure.partition(" ±")[0])}
     assert sorted(set(FIGURE.findall(claims(page))) - known) == []
 
@@ -89,6 +93,10 @@ def test_state_is_that_of_the_points(name, printed):
     """The page says how many points there are."""
     first = next(line for line in printed(name).splitlines() if "points are finished" in line)
     assert first.partition(" planned")[0] in " ".join((DOCS / f"{name}.md").read_text().split())
+
+
+def test_recall_is_the_table_that_is_printed():
+    assert recall.table(json.loads(recall.POINTS.read_text())) in (DOCS / "mixers.md").read_text()
 
 
 def test_confirmation_says_what_was_declared(printed):

@@ -299,7 +299,7 @@ class Architecture(ABC):
 
 
 class Uniform(Architecture):
-    """A family whose layers are all alike."""
+    """A family whose layers are all one unit of our letters, hybrids with such a unit included."""
 
     unit: ClassVar[str]
     """Our letters for one of their layers."""
