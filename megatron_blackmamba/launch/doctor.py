@@ -130,7 +130,7 @@ def _torch_works(imports: list[Finding]) -> bool:
 def _next_command(findings: list[Finding], quick: bool) -> str:
     problem = next((finding for finding in findings if finding.status == "problem"), None)
     if problem:
-        return f"fix the {problem.part}, {problem.name}: {problem.advice or problem.found}. Then: blackmamba doctor"
+        return f"fix the {problem.part}, {problem.name}: {problem.advice or problem.found}. Then the same command again"
     if quick:
         return "blackmamba train CONFIG..."
     if _slurm_answers():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.comparison_figures import Compared, common_end, several_tokenizers
+from megatron_blackmamba.report.comparison_figures import NEAR, Compared, common_end, several_tokenizers
 from megatron_blackmamba.report.confidence import half_interval
 
 SEEDS = "Another seed may change it by more: train both with several, or run a study."
@@ -42,15 +42,18 @@ def _losses(runs: Sequence[Compared], axis: str, bits: bool) -> tuple[str, list[
 def _sentence(
     runs: Sequence[Compared], best: int, other: int, what: str, losses: dict[str, tuple[str, list[float]]]
 ) -> str:
-    parts = []
-    for axis, (_, values) in losses.items():
+    parts, alike = [], []
+    for axis, (of, values) in losses.items():
         if values:
-            end = common_end(runs, axis)
+            end, by = common_end(runs, axis), values[other] - values[best]
             place = f"{end:.2e} FLOPs" if axis == "flops" else f"{short(end)} tokens"
-            parts.append(f"by {values[other] - values[best]:.4f} at {place}")
+            loss = "" if of == what else f" in {of}"
+            alike += [by] if of == what else []
+            early = [runs[i].name for i in (best, other) if runs[i].end(axis) > end * (1 + NEAR)]
+            still = f" (where {' and '.join(early)} had not ended)" if early else ""
+            parts.append(f"{'' if by >= 0 else 'behind '}by {abs(by):.4f}{loss} at {place}{still}")
     difference, half, steps = _in_training(runs[best], runs[other], common_end(runs, "tokens"))
-    ahead = all(values[other] > values[best] for _, values in losses.values() if values)
-    verdict = "is ahead of" if ahead and half is not None and difference > half else "is not clearly ahead of"
+    verdict = "is ahead of" if min(alike) > 0 and half is not None and difference > half else "is not clearly ahead of"
     interval = "" if half is None else f" ± {half:.4f} (95% interval)"
     noise = f"; in the last {steps} training steps by {difference:.4f}{interval}" if steps else ""
     return f"{runs[best].name} {verdict} {runs[other].name} in {what}, {' and '.join(parts)}{noise}."

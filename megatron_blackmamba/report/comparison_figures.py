@@ -82,6 +82,10 @@ class Compared:
         found = {AXES[name]: self.along(name, steps) for name in names}
         return {name: places for name, places in found.items() if np.isfinite(places).all()}
 
+    def end(self, axis: str) -> float:
+        """Return the place of the last step on an axis."""
+        return float(self.along(axis, self.tokens.step[-1:])[0])
+
     def averaged_loss(self, axis: str, place: float) -> tuple[float, int]:
         """Return the training loss up to a place on an axis, and the number of last steps it is averaged over."""
         near = self.last_losses(axis, place)
@@ -259,7 +263,7 @@ def _tokenizer(history: History) -> str | None:
 
 def common_end(runs: Sequence[Compared], axis: str) -> float:
     """Return the last place on an axis that every run has reached."""
-    return float(np.min([run.along(axis, run.tokens.step[-1:])[0] for run in runs]))  # nan if one has none
+    return float(np.min([run.end(axis) for run in runs]))  # nan if one has none
 
 
 def paired(first: Evaluation, second: Evaluation, seed: int = 0) -> list[Difference]:

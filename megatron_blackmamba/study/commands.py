@@ -56,6 +56,9 @@ def run(study: Study, how: HowToRun) -> bool:
         return True
     if how.slurm and study.config.has_branches:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
+    if how.budget is not None and not study.config.has_branches:
+        raise StudyError("--budget is for studies on trunks and branches. Leave it out: --minutes stops any study")
+    refuse_large_vocabulary(study)
     if not how.page_only:
         fetching = "fetching packages, " if study.config.corpus.packages else ""
         with working(f"{fetching}gathering and tokenizing text"):
@@ -68,6 +71,14 @@ def run(study: Study, how: HowToRun) -> bool:
     finally:
         write_page(settled(study, known), how, known, measures=finished or how.page_only)
     return finished
+
+
+def refuse_large_vocabulary(study: Study) -> None:
+    """Refuse a corpus whose tokens a model of the study does not have, before it is gathered."""
+    for cell in study.cells():
+        if (size := cell.config.model.vocab_size) < (tokens := study.config.corpus.vocabulary):
+            which = f"the vocabulary of the corpus is {tokens}, and model.vocab_size of {cell.group} {size}"
+            raise StudyError(f"{study.name}: {which}. Set corpus: {{vocabulary: {size}}}, or model.vocab_size")
 
 
 def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:

@@ -131,6 +131,19 @@ def test_original_files_of_state_spaces_are_read(model_type, tmp_path):
         (original / "config.json").write_text(json.dumps(config))
 
 
+def test_keys_without_effect_on_outputs_are_passed_over(tmp_path):
+    """Those of Codestral Mamba; others are all named at once."""
+    folder = write_model("mamba2", tmp_path / "model", **SIZES, **ODD["mamba2"])
+    config = json.loads((folder / "config.json").read_text())
+    before = native.read(folder).config
+    more = {"intermediate_size": 8192, "time_step_init_scheme": "random", "time_step_scale": 1.0}
+    (folder / "config.json").write_text(json.dumps(config | more))
+    assert native.read(folder).config == before
+    (folder / "config.json").write_text(json.dumps(config | {"one": 1, "two": "2"}))
+    with pytest.raises(InterchangeError, match="one is 1, two is '2', which import does not know for mamba2"):
+        native.read(folder)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "nemotron_h"])
 def test_upcycled_model_computes_as_its_source(model_type, tmp_path):
     keys = {**SIZES, **ODD[model_type]} | ({"hybrid_override_pattern": "M*-"} if model_type == "nemotron_h" else {})

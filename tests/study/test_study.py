@@ -334,3 +334,15 @@ def test_study_trains_unless_only_its_page_is_asked(tmp_path):
     cells = study.tuning()
     assert not commands._do(cells, study, HowToRun(page_only=True), Recorder()) and trained == []
     assert commands._do(cells, study, HowToRun(), Recorder()) and trained == cells
+
+
+def test_what_cannot_train_is_refused_before_the_corpus(tmp_path):
+    smoke = yaml.safe_load((config_folder() / "studies/smoke.yaml").read_text())
+    smoke["corpus"] = {"vocabulary": 4096, "megabytes": 1}
+    (tmp_path / "idea.yaml").write_text(yaml.safe_dump(smoke))
+    study = open_study(str(tmp_path / "idea.yaml"), tmp_path / "out")
+    with pytest.raises(StudyError, match=r"the corpus is 4096, and model.vocab_size of \w+ 300.*vocabulary: 300"):
+        commands.run(study, HowToRun())
+    with pytest.raises(StudyError, match="--budget is for studies on trunks"):
+        commands.run(study, HowToRun(budget=0))
+    assert not study.corpus.folder.exists()

@@ -177,12 +177,12 @@ class Architecture(ABC):
             *WITHOUT_EFFECT,
             *(self.counted(ours["pattern"]) or {}),
         }
-        for name, value in left.items():
-            if name not in known and value not in (None, False, 0, [], {}):
-                raise InterchangeError(
-                    f"{path}: {name} is {value!r}, which import does not know for {self.model_type}. Remove the key if"
-                    " it changes no output"
-                )
+        unknown = [name for name, value in left.items() if name not in known and value not in (None, False, 0, [], {})]
+        if unknown:
+            found = ", ".join(f"{name} is {left[name]!r}" for name in unknown)
+            raise InterchangeError(
+                f"{path}: {found}, which import does not know for {self.model_type}. Remove what changes no output"
+            )
         unread = tuple(f"{key}." for key in unread_keys(ours["pattern"]))
         read = {key: value for key, value in ours.items() if not f"{key}.".startswith(unread)}
         return validated(_nested(read), path, {name: field.ours for name, field in self.fields.items()})

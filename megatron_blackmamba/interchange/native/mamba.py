@@ -19,6 +19,13 @@ COMMON = {
     "layer_norm_epsilon": Field("norm_eps", 1e-5),
 }
 OURS = {"final_norm": "rms"}
+WITHOUT_OUTPUT = frozenset(
+    {
+        *("intermediate_size", "time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan"),
+        *("d_inner", "d_model", "n_layer", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple"),
+    }
+)
+"""Keys that follow from others, or say how to begin or compute."""
 RECURRENT = {"feed_forward_length": 0, "head_count": 0}
 """Keys that llama.cpp requires and does not use."""
 
@@ -45,12 +52,7 @@ class Mamba(Uniform):
     }
     fixed = FIXED
     ours = OURS
-    ignored = frozenset(
-        {
-            *("intermediate_size", "time_step_scale", "time_step_init_scheme", "use_mambapy", "use_associative_scan"),
-            *("d_inner", "d_model", "n_layer", "ssm_cfg", "rms_norm", "fused_add_norm", "pad_vocab_size_multiple"),
-        }
-    )
+    ignored = WITHOUT_OUTPUT
     layers, ends = "backbone.layers.{i}.", ("backbone.embeddings.weight", "backbone.norm_f.weight")
     names = {Layer.letter: same_names(MIXER)}
     renamed = {"backbone.embedding.": "backbone.embeddings."}

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.interchange.native.base import Field, Uniform, heads_of_mamba2
-from megatron_blackmamba.interchange.native.mamba import COMMON, FIXED, OURS, RECURRENT, same_names, ssm
+from megatron_blackmamba.interchange.native.mamba import COMMON, FIXED, OURS, RECURRENT, WITHOUT_OUTPUT, same_names, ssm
 from megatron_blackmamba.layers.mamba2.kind import Mamba2 as Layer
 from megatron_blackmamba.layers.mamba2.kind import sizes
 
@@ -36,7 +36,7 @@ class Mamba2(Uniform):
     fixed = FIXED
     only = {"time_step_limit": NO_LIMIT}
     ours = OURS
-    ignored = frozenset({"time_step_rank", "norm_before_gate", "rms_norm"})
+    ignored = WITHOUT_OUTPUT | {"time_step_rank", "norm_before_gate"}
     layers, ends = "backbone.layers.{i}.", ("backbone.embeddings.weight", "backbone.norm_f.weight")
     names = {Layer.letter: same_names(MIXER)}
     renamed = {"backbone.embedding.": "backbone.embeddings."}
