@@ -239,7 +239,7 @@ def test_unfinished_shards_are_said_to_be(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/tokenizer.json").write_text("{}")
     (tmp_path / "mix.yaml").write_text("sources:\n  - {name: a, shards: a}\n")
-    with pytest.raises(MixtureError, match="that began it has not finished: run it again"):
+    with pytest.raises(MixtureError, match="has not finished here: run it again, with a larger --hold-out"):
         Mixture.read(tmp_path / "mix.yaml").prefixes()
 
 
