@@ -96,7 +96,14 @@ def test_state_is_that_of_the_points(name, printed):
 
 
 def test_recall_is_the_table_that_is_printed():
-    assert recall.table(json.loads(recall.POINTS.read_text())) in (DOCS / "mixers.md").read_text()
+    points, page = json.loads(recall.POINTS.read_text()), " ".join((DOCS / "mixers.md").read_text().split())
+    assert recall.table(points) in (DOCS / "mixers.md").read_text()
+    more = []
+    for distance in recall.DISTANCES[:2]:
+        gains = [(p["variant"][0] == "m", recall.gained(p["rows"]["length:passkey"], *distance)) for p in points]
+        most = max(gain for mamba, gain in gains if mamba)
+        more.append(sum(gain > most for mamba, gain in gains if not mamba))
+    assert f"Of its 18 models, {more[0]} gain more" in page and f"and {more[1]} from one up to 256" in page
 
 
 def test_confirmation_says_what_was_declared(printed):
