@@ -1,4 +1,4 @@
-"""What the models of a study recall, by distance.
+"""Tell what the models of a study recall, by distance.
 
     blackmamba evaluate RUN --tasks length:passkey,length:recall --length 4096 --limit 8      # for each run
     python -m studies.recall --runs studies/mixers/runs --budget 4400000 --write docs/studies/mixers_recall.json

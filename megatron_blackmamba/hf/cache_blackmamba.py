@@ -145,9 +145,8 @@ class BlackMambaCache(Cache):
 
     def reset(self) -> None:
         """Forget everything."""
-        of_others = {"attention": DynamicLayer}
-        made = [RecurrentLayer if recurrent(kind) else of_others.get(kind, DummyLayer) for kind in self.kinds]
-        self.layers = [layer() for layer in made]
+        others: dict[str, type] = {"attention": DynamicLayer}
+        self.layers = [RecurrentLayer() if recurrent(kind) else others.get(kind, DummyLayer)() for kind in self.kinds]
         self.seen = 0
         self.last_tokens: Tensor | None = None
         self.documents: Tensor | None = None  # that each row is in

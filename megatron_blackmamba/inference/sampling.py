@@ -109,6 +109,10 @@ class Sampler:
             require_finite(min(likeliest_B.tolist()) >= 0)
             return likeliest_B.clone()  # which the next step overwrites
         require_finite(bool(torch.isfinite(logits_BV).all()))
+        return self.choose(logits_BV)
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """Return the next token of each row; the logits are known to be finite."""
         logits_BV = logits_BV.float()
         if self.seen_BV is not None:
             penalty = self.sampling.repetition_penalty
@@ -145,7 +149,7 @@ def next_tokens(samplers: Sequence[Sampler], logits_BV: Tensor, likeliest: Seque
         if len(rows) > 1:
             streams = [stream for row in rows for stream in samplers[row].streams]
             one = Sampler(one.sampling, (), logits_BV.shape[-1], logits_BV.device, streams)
-        for row, token in zip(rows, one(logits_BV[rows]).tolist(), strict=True):
+        for row, token in zip(rows, one.choose(logits_BV[rows]).tolist(), strict=True):
             tokens[row] = token
     return tokens
 

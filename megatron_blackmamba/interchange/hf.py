@@ -1,8 +1,9 @@
 """Hugging Face folders, in and out: config.json, sharded safetensors, tokenizer, modeling files and model card."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ _SAME = {
     "residual_scaling": "residual_scaling",
     "logit_softcap": "logit_softcap",
 }
-
 
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 """Granite's names of model.multipliers. They contain what a width transfer adds, which an export does not know."""
@@ -138,16 +138,15 @@ def modeling_files(pattern: str) -> dict[str, str]:
     texts = {name: (package / name).read_text("utf-8") for name in MODELING_FILES}
     for kind in kinds_in(pattern):
         if kind.modeling:
-            kind.named("modeling")  # refuses by name what cannot be imported
-            module, _, mixer = kind.modeling.partition(":")
-            source, file = Path(str(import_module(module).__file__)), f"layer_{kind.entry}_blackmamba"
+            mixer = kind.named("modeling")
+            source, name, file = Path(inspect.getfile(mixer)), mixer.__name__, f"layer_{kind.entry}_blackmamba"
             texts[f"{file}.py"] = text = source.read_text("utf-8").replace("from megatron_blackmamba.hf.", "from .")
             if wrong := _UNKNOWN_THERE.search(text):
                 raise KindError(
                     f"{source}: an export contains this file, so it may import nothing of the package but "
                     f"megatron_blackmamba.hf, not: {wrong[0].strip()}"
                 )
-            texts["layers_blackmamba.py"] += f"\n\nfrom .{file} import {mixer}\n\nMIXERS[{kind.entry!r}] = {mixer}\n"
+            texts["layers_blackmamba.py"] += f"\n\nfrom .{file} import {name}\n\nMIXERS[{kind.entry!r}] = {name}\n"
     return texts
 
 

@@ -58,8 +58,9 @@ def run(study: Study, how: HowToRun) -> bool:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if how.budget is not None and not study.config.has_branches:
         raise StudyError("--budget is for studies on trunks and branches. Leave it out: --minutes stops any study")
-    refuse_large_vocabulary(study)
     if not how.page_only:
+        if not study.corpus.mixture.is_file():  # looking at every run of a large study takes seconds
+            refuse_large_vocabulary(study)
         fetching = "fetching packages, " if study.config.corpus.packages else ""
         with working(f"{fetching}gathering and tokenizing text"):
             study.corpus.build()

@@ -132,7 +132,7 @@ def test_original_files_of_state_spaces_are_read(model_type, tmp_path):
 
 
 def test_keys_without_effect_on_outputs_are_passed_over(tmp_path):
-    """Those of Codestral Mamba; others are all named at once."""
+    """Codestral Mamba has such keys. Of other keys all are named at once."""
     folder = write_model("mamba2", tmp_path / "model", **SIZES, **ODD["mamba2"])
     config = json.loads((folder / "config.json").read_text())
     before = native.read(folder).config
