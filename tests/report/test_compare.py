@@ -169,15 +169,16 @@ def test_unknown_flops_leave_the_answer_to_tokens(two):
 
 
 def test_answers_name_the_loss_of_each_axis(tmp_path):
-    """At equal FLOPs one of the runs had not ended, and was not validated: its training loss says less."""
-    runs = write_run(tmp_path / "first", 40), write_run(tmp_path / "second", 40, "MM", lambda step: 4.0 - step / 100)
+    """At equal FLOPs one run had not ended, and was not validated: its training loss there does not turn the answer."""
+    falling = write_run(tmp_path / "first", 40, loss=lambda step: 6.0 - step / 20)
+    runs = falling, write_run(tmp_path / "second", 40, "MM", loss=lambda step: 4.3 - step / 1000)
     for run in runs:
         *lines, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
         kept = [{key: value for key, value in line.items() if not key.startswith("validation")} for line in lines]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*kept, last]))
     said = answer(read_all(runs))[0]
-    assert re.match(r"\w+ is ahead of \w+ in validation loss, by \d\.\d+ at 81\.9k tokens", said)
-    assert re.search(r"in training loss at \S+ FLOPs \(where first had not ended\)", said)
+    assert re.match(r"first is ahead of second in validation loss, by \d\.\d+ at 81\.9k tokens", said)
+    assert re.search(r"and behind by \d\.\d+ in training loss at \S+ FLOPs \(where first had not ended\)", said)
 
 
 def test_long_names_lose_what_they_share():
