@@ -245,7 +245,7 @@ def _open_if_there(mixture: Mixture, missing: dict[str, str], source: Source) ->
         raise
     except MixtureError as error:
         if source.tokens is None:
-            raise MixtureError(f"{error}; without shards, state the source's `tokens`") from None
+            raise MixtureError(f"{error}; to plan without shards, state the source's `tokens`") from None
         missing[source.name] = str(error)
         return None
 

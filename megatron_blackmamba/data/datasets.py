@@ -125,7 +125,10 @@ class HeldOutDataset(WindowDataset):
 
     def __init__(self, name: str, stream: TokenStream, fingerprint: str, sequence_length: int) -> None:
         if stream.tokens < 2:
-            raise DataError(f"source {name!r}: its validation shards hold {stream.tokens} tokens, nothing to predict")
+            raise DataError(
+                f"source {name!r}: its validation shards hold {stream.tokens} tokens, nothing to predict. Hold out more"
+                " text (`data tokenize --hold-out`), or leave out its `validation`"
+            )
         super().__init__(name, fingerprint, -(-(stream.tokens - 1) // sequence_length), sequence_length)
         self.stream = stream
 

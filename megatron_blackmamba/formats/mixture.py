@@ -443,7 +443,10 @@ def _raw(path: str) -> str:
     if not (os.path.isfile(path) or (os.path.isdir(path) and any(True for _ in os.scandir(path)))):
         return ""
     if os.path.isdir(path) and os.listdir(path) == ["tokenizer.json"]:
-        return ". `data tokenize` has not finished here: run it again, with a larger --hold-out if it chose no document"
+        return (
+            ". `data tokenize` has not finished here: run it again, with a larger --hold-out if it chose no document,"
+            " or do not name this folder"
+        )
     out = f"{os.path.splitext(path)[0] if os.path.isfile(path) else path}_tokens"
     return (
         f". It holds files but no token shards. Make them with `blackmamba data tokenize {path} {out} "

@@ -9,7 +9,7 @@ from rich.text import Text
 from megatron_blackmamba.console.units import duration
 from megatron_blackmamba.formats.shards import token_dtype
 from megatron_blackmamba.formats.source_schedule import repetition
-from megatron_blackmamba.plan import flops
+from megatron_blackmamba.plan import flops, validation
 from megatron_blackmamba.plan.estimate import Placed, Plan, storage_of
 from megatron_blackmamba.plan.memory import GIB
 from megatron_blackmamba.plan.scaling import Row
@@ -69,6 +69,7 @@ def refusal(placed: Placed) -> str:
 def warnings(plan: Plan) -> list[str]:
     """Return what is probably not meant, although the run can start like this."""
     found = [repetition({source.name: source.epochs for source in plan.sources if source.max_epochs is None})]
+    found += validation.notes(plan.config) if plan.sources else ()
     tensor = plan.placed and (plan.placed.flows or {}).get("tensor")
     if plan.placed and tensor and tensor.link == "network":
         found.append(

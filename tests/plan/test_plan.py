@@ -368,11 +368,12 @@ def test_repeated_sources_and_wide_tensor_ranks_give_warnings(tmp_path):
 
     write_shard(tmp_path / "a/one", 0, 400, vocab=512)
     mixture = write_mixture(tmp_path, [{"name": "a", "shards": "a"}])
-    overrides = ["data.kind=mixture", f"data.mixture={mixture}", "parallel.tensor=2"]
+    overrides = [f"data.mixture={mixture}", "parallel.tensor=2", "training.evaluate_every=0"]
     epochs = estimate.make_plan(load("tiny", overrides)).sources[0].epochs
     said = warned("--nodes=2", "--gpus-per-node=1")
     assert f"the run reads sources more than once: a {epochs:,.2f} times" in said
     assert "parallel.tensor=2 crosses nodes" in said
+    assert "evaluate_every=5 measures nothing" in warned("--nodes=2", "--gpus-per-node=1", "training.evaluate_every=5")
     write_mixture(tmp_path, [{"name": "a", "shards": "a", "max_epochs": 1e9}])
     assert warned("--nodes=1", "--gpus-per-node=2") == ""
 

@@ -37,6 +37,22 @@ def test_validation_text_that_is_never_read_is_noted(mixture, every, noted):
     assert mixture.partition("=")[2] in said[0]
 
 
+@pytest.mark.parametrize(
+    ("sources", "every", "noted"),
+    [
+        ("{name: a, shards: a}, {name: b, shards: b}", 5, "evaluate_every=5 measures nothing, since no source of"),
+        ("{name: a, shards: a}, {name: b, shards: b, validation: c}", 5, "no validation loss of a: name shards"),
+        ("{name: a, shards: a}", 0, None),
+        ("{name: a, shards: a, validation: c}", 5, None),
+    ],
+)
+def test_sources_without_validation_text_are_noted(tmp_path, sources, every, noted):
+    path = tmp_path / "mixture.yaml"
+    path.write_text(f"sources: [{sources}]")
+    said = headline.lines(load("tiny", [f"data.mixture={path}", f"training.evaluate_every={every}"]), 2, None)
+    assert [noted in line for line in said[1:]] == [True] if noted else len(said) == 1
+
+
 @pytest.mark.parametrize(("gpu", "noted"), [(False, True), (True, False)])
 def test_bf16_without_a_gpu_is_noted(mixture, gpu, noted, monkeypatch):
     monkeypatch.setattr(headline.device, "has_cuda", lambda: gpu)

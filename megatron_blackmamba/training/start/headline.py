@@ -1,8 +1,8 @@
 """The first lines of a job: what it trains, on what, where it writes, and which settings may surprise."""
 
 from megatron_blackmamba.config import RunConfig
-from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.plan import validation
 from megatron_blackmamba.plan.parameters import Parameters
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.training.start import fit
@@ -33,10 +33,7 @@ def _notes(config: RunConfig) -> list[str]:
     notes = []
     if config.data.kind == "synthetic":
         notes.append("synthetic tokens come from a generator; data.mixture=FILE trains on text")
-    elif not config.training.evaluate_every and any(
-        s.validation for s in Mixture.read(config.data.mixture or "").sources
-    ):
-        notes.append("the mixture has validation text, which training.evaluate_every=0 never reads")
+    notes += validation.notes(config)
     if config.training.precision == "bf16" and not device.has_cuda():
         notes.append("small models learn more with training.precision=fp32, which may also be faster on CPUs")
     return notes
