@@ -160,6 +160,7 @@ def plan(
     from rich.console import Console
 
     from megatron_blackmamba.formats.mixture import MixtureError
+    from megatron_blackmamba.model import lookahead
     from megatron_blackmamba.plan import estimate, gpus, measured, table
     from megatron_blackmamba.runtime.layout import LayoutError
 
@@ -188,7 +189,7 @@ def plan(
     elif not check:
         table.show(made, Console())
         print(f"Exports as {native.described(run.model)}")
-    for warning in table.warnings(made):
+    for warning in [*table.warnings(made), *lookahead.refuse(run)]:
         print(f"blackmamba: warning: {warning}", file=sys.stderr)
     if made.placed and (made.placed.refused or check):
         trouble = table.refusal(made.placed)

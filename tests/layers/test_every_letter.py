@@ -14,7 +14,7 @@ from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.inference import Decoder
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange import megatron, through_hf, through_megatron
-from megatron_blackmamba.model import build
+from megatron_blackmamba.model import build, lookahead
 from megatron_blackmamba.plan import flops, memory, parameters
 from megatron_blackmamba.plan.activations import Activations
 from megatron_blackmamba.registry import Cannot, import_extensions
@@ -76,6 +76,13 @@ def test_plan_predicts_parameters_and_kept_bytes(letter):
     kept = sum(nbytes * count for (nbytes, _), count in tensors.items())
     assert kept == pytest.approx(predicted, rel=0.05), f"torch keeps, by bytes and shape: {tensors}"
     assert parameters.count(config).total == sum(weight.numel() for weight in model.parameters())
+
+
+@every_letter
+def test_no_output_depends_on_later_tokens(letter):
+    config = run_of(letter)
+    layer, *_ = lookahead.parts_of(config.model)
+    assert lookahead.problem_of(layer, config) is None
 
 
 @every_letter

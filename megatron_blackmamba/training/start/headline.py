@@ -2,6 +2,7 @@
 
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.model import lookahead
 from megatron_blackmamba.plan import validation
 from megatron_blackmamba.plan.parameters import Parameters
 from megatron_blackmamba.runtime import device
@@ -9,7 +10,7 @@ from megatron_blackmamba.training.start import fit
 
 
 def lines(config: RunConfig, processes: int, count: Parameters | None) -> list[str]:
-    """Return the description of a run, and notes on it; refuse a run that cannot fit into this machine.
+    """Return the description of a run, and notes on it; refuse one that looks ahead, or cannot fit into this machine.
 
     count: Of the whole model, if it could be counted.
     """
@@ -20,7 +21,7 @@ def lines(config: RunConfig, processes: int, count: Parameters | None) -> list[s
         f"{processes} {'process' if processes == 1 else 'processes'} in {precision}",
         f"writes to {RunFolder.of(config).root.absolute()}",
     ]
-    notes = _notes(config)
+    notes = _notes(config) + lookahead.refuse(config)
     if count:
         sizes = f"{count.total / 1e6:,.1f}M parameters, {count.forward / 1e6:,.1f}M of them for each token"
         parts.insert(0, sizes)
