@@ -13,7 +13,8 @@ def quickstart(session, tmp_path_factory):
     corpus = folder / "runs/quickstart/corpus/code"
     corpus.mkdir(parents=True)
     texts = [path.read_text() for path in sorted(Path(json.__file__).parent.glob("[a-z]*.py"))]
-    (corpus / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for part, some in (("train", texts), ("held_out", [Path(__file__).read_text()])):
+        (corpus / f"{part}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
     done = session.run(
         "cd runs/quickstart\n"
         "blackmamba data tokenize corpus/code/train.jsonl tokens/code/train --train-tokenizer 1024\n"
