@@ -43,14 +43,22 @@ def file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path there."""
     from fsspec.core import url_to_fs
 
-    scheme = url.partition("://")[0]
+    scheme = _scheme(url)
     try:
         file_system, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
-        library = _LIBRARIES.get(scheme)
-        advice = f"pip install {library}" if library else "Use s3://, gs:// or hf://"
-        raise RemoteError(f"{url}: {error}. {advice}") from None
+        raise RemoteError(f"{url}: {error}. pip install {_LIBRARIES[scheme]}") from None
     return file_system, path.rstrip("/")
+
+
+def _scheme(url: str) -> str:
+    """Return the scheme of a URL; refuse others than those of object storage, such as file://."""
+    scheme = url.partition("://")[0]
+    if scheme not in _LIBRARIES:
+        raise RemoteError(
+            f"{url}: not in object storage. Use s3://, gs:// or hf://, or a local path without {scheme}://"
+        )
+    return scheme
 
 
 def trying(url: str, action: Callable[[], T]) -> T:
@@ -227,8 +235,11 @@ def _copy(source: RemoteFile, target: Path) -> str:
 
 def cached(url: str) -> Path:
     """Return where local copies of a URL lie: below $BLACKMAMBA_CACHE, by default ~/.cache/blackmamba."""
-    scheme, _, path = url.partition("://")
-    return cache_folder() / scheme / os.path.normpath(path)
+    root = os.path.normpath(cache_folder() / _scheme(url))
+    path = Path(os.path.normpath(os.path.join(root, url.partition("://")[2])))
+    if not path.is_relative_to(root):  # its copies would replace other files
+        raise RemoteError(f"{url}: names no object of a bucket. Write it as s3://BUCKET/PATH, without ..")
+    return path
 
 
 def cache_folder() -> Path:

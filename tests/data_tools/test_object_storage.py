@@ -471,3 +471,19 @@ def test_finished_shards_in_s3_are_not_called_verified(shards, tokenizer_file):
 def test_scheme_without_library_says_what_to_install():
     with pytest.raises(RemoteError, match=r"nosuch://x/y: .* Use s3://, gs:// or hf://"):
         remote.file_system("nosuch://x/y")
+
+
+def test_local_shards_are_no_copies_of_a_url(run, write_jsonl, tmp_path):
+    """Copies that are not whole are removed, so no shard of the user may be taken for one."""
+    run(write_jsonl("a.jsonl", TEXTS))
+    os.truncate(tmp_path / "out/shard_00001.bin", 2)
+    files = sorted((tmp_path / "out").iterdir())
+    with pytest.raises(RemoteError, match=r"not in object storage\. Use s3://, gs:// or hf://, or a local path"):
+        find_shards(f"file://{tmp_path}/out")
+    assert sorted((tmp_path / "out").iterdir()) == files
+
+
+@pytest.mark.parametrize("url", ["s3:///etc/x", "s3://bucket/../../x", "s3://.."])
+def test_local_copies_stay_in_the_cache(url):
+    with pytest.raises(RemoteError, match="names no object of a bucket"):
+        cached(url)
