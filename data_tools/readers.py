@@ -76,11 +76,11 @@ class Reader:
         from megatron_blackmamba.data_tools.tables import read_arrow, read_parquet
 
         size = size_of(self.path)
-        self.sha256 = file_sha256(self.path)
         read = read_parquet if self.format == "parquet" else read_arrow
         for batch, fraction in read(self.path, self.options, self.reject):
             self.bytes_read = int(size * fraction)
             yield batch
+        self.sha256 = file_sha256(self.path)
         self.bytes_read = size
 
 

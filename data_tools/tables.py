@@ -15,6 +15,8 @@ from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.unfolding import is_folded, text_bytes, unfolded
 from megatron_blackmamba.formats.remote import is_remote, open_any, size_of
 
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of a complete Arrow stream; pyarrow takes one that ends between two batches for complete."""
 FOLDED_BYTES, FEWEST_ROWS = 256 << 20, 16
 """Most bytes of a batch whose text is stored as a dictionary, and the fewest rows of one where it is nested too."""
 _UNREADABLE = (ValueError, OverflowError, LookupError)
@@ -99,10 +101,17 @@ def read_arrow(path: str | Path, options: ReadOptions, reject: Rejecter) -> Iter
 
 def _arrow_reader(path: str | Path, file: pa.NativeFile) -> Any:
     """Open an Arrow stream, as save_to_disk writes it, or an Arrow file."""
+    file.seek(max(0, file.size() - len(_STREAM_END)))
+    complete = file.read() == _STREAM_END
+    file.seek(0)
     try:
-        return pa.ipc.open_stream(file)
+        stream = pa.ipc.open_stream(file)
     except (pa.ArrowException, OSError):
         file.seek(0)
+    else:
+        if not complete:
+            raise InputError(f"{path}: not a complete Arrow stream (it has no end): download it again")
+        return stream
     try:
         return pa.ipc.open_file(file)
     except (pa.ArrowException, OSError) as error:

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_blackmamba.data_tools import unfolding
+from megatron_blackmamba.data_tools import readers, unfolding
 from megatron_blackmamba.data_tools.readers import Reader, ReadOptions
 from megatron_blackmamba.data_tools.rejects import INVALID_UTF8, MISSING_FIELD, NOT_A_STRING, InputError
 from megatron_blackmamba.data_tools.sources import find_sources
@@ -200,3 +200,28 @@ def test_text_bytes_count_every_occurrence():
     assert unfolding.text_bytes(structs).tolist() == [2, 0, 0]
     assert unfolding.text_bytes(strings.dictionary_encode()).tolist() == [3, 0, 0, 2]
     assert unfolding.text_bytes(pa.array([None, None]).cast(pa.string()).dictionary_encode()).tolist() == [0, 0]
+
+
+def test_stream_cut_between_batches_is_refused(tmp_path):
+    """pyarrow reads what is left of it without an error."""
+    table = pa.table({"text": TEXTS})
+    write_arrow(tmp_path / "whole.arrow", table)
+    with pa.OSFile(str(tmp_path / "cut.arrow"), "wb") as file:
+        writer = pa.ipc.new_stream(file, table.schema)
+        writer.write_table(table[:120], max_chunksize=60)  # and is never closed
+    assert (tmp_path / "whole.arrow").read_bytes().startswith((tmp_path / "cut.arrow").read_bytes())
+    with pytest.raises(InputError, match=r"cut\.arrow: not a complete Arrow stream .*: download it again"):
+        read(tmp_path / "cut.arrow", "arrow")
+
+
+@pytest.mark.parametrize("format", ["parquet", "arrow"])
+def test_a_table_is_hashed_after_it_is_read(tmp_path, monkeypatch, format):
+    """A look at the first batch of a large file in object storage must not read all of it."""
+    write = pq.write_table if format == "parquet" else lambda table, path: write_arrow(path, table)
+    write(pa.table({"text": TEXTS}), tmp_path / "a")
+    hashed = []
+    monkeypatch.setattr(readers, "file_sha256", lambda path: hashed.append(path) or "hash")
+    reader = Reader(tmp_path / "a", format, ReadOptions(), print)
+    batches = reader.batches()
+    assert next(batches).texts and not hashed
+    assert list(batches) is not None and hashed and reader.sha256 == "hash"
