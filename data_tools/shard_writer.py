@@ -127,7 +127,7 @@ class _Writing:
         self.masks: list[np.ndarray] = []
         """Of the file that is read now: which of its documents are on this side of a split."""
         self.sources: list[SourceFile] = []
-        self.documents = self.tokens = self.text_bytes = self.rechecked = self.first_bytes = 0
+        self.documents = self.left_out = self.tokens = self.text_bytes = self.rechecked = self.first_bytes = 0
         self.finished_bytes = 0
 
     def run(self) -> ShardManifest:
@@ -138,7 +138,7 @@ class _Writing:
                 self._read(source, add)
             for data, lengths in shuffler.drain(self.dtype.itemsize) if shuffler else ():
                 self._write(file, data, lengths)
-        self.rejects.check(self.documents + self.rejects.bad)
+        self.rejects.check(self.documents + self.left_out + self.rejects.bad)
         if not self.documents and not self.job.chooses:
             paths = ["standard input" if source.path == STDIN else source.path for source in self.job.sources]
             raise InputError(f"{listed(paths)}: not one document in {self.job.prefix.name}: leave these files out")
@@ -189,6 +189,7 @@ class _Writing:
     def _encode(self, batch: Batch, source: Source, add: Add, reject: Rejecter) -> None:
         mask = self._on_this_side(batch, source)
         if mask is not None:
+            self.left_out += int(np.sum(~mask))
             batch = batch.chosen(np.flatnonzero(mask))
             if not batch.texts:
                 self.masks.append(mask)
@@ -204,6 +205,7 @@ class _Writing:
         for i in np.flatnonzero(lengths == 0):
             reject(batch.numbers[i], EMPTY, "the text makes no token")
         kept = np.flatnonzero(wanted & (lengths > 0))
+        self.left_out += int(np.sum(~wanted & (lengths > 0)))
         if len(kept) < len(lengths):
             ids = ids[np.repeat(wanted, lengths)]
             batch = batch.chosen(kept)

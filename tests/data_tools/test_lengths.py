@@ -86,3 +86,11 @@ def test_a_shard_may_have_no_document_that_fits(tmp_path, run, tokenizer, choice
     shards = {"shards": "out/train", "validation": "out/validation"} if "hold_out" in choice else {"shards": "out"}
     (tmp_path / "mixture.yaml").write_text(json.dumps({"sources": [{"name": "all", **shards}]}))
     assert verify_mixture(Mixture.read(tmp_path / "mixture.yaml"), 16, cores=1)
+
+
+@pytest.mark.parametrize("choice", [{"hold_out": "1%"}, {"min_tokens": 41}])
+def test_max_bad_is_a_fraction_of_all_records(corpus, run, choice):
+    """Two of 302 are bad, but more than 1% of those that are chosen."""
+    with open(corpus, "a") as file:
+        file.write("{}\n")
+    assert run(corpus, max_bad="1%", **choice).documents
