@@ -41,7 +41,9 @@ def continued(trunk: Mixture, then: Mixture, first: int, sequence_length: int) -
         ours, measured = sources[name], sum(shard.manifest.tokens for shard in shards)
         name_of[source.name] = name
         factor_of[source.name] = (source.tokens or measured) / (ours.tokens or measured)
-        sources[name] = ours.model_copy(update={"max_epochs": source.max_epochs or ours.max_epochs})
+        held_out = source if source.validation else ours
+        paths = {"shards": held_out.shards, "validation": held_out.validation}  # the same tokens to train on
+        sources[name] = ours.model_copy(update={**paths, "max_epochs": source.max_epochs or ours.max_epochs})
 
     def weights(given: Mapping[str, float]) -> dict[str, float]:
         """Return weights of `then` under the branch's names. A share follows from tokens × weight."""

@@ -79,3 +79,13 @@ def test_other_text_under_trunk_s_name_is_refused(trunk, tmp_path):
     other = write_mixture(tmp_path / "other", [{"name": "b", "shards": "shard"}])
     with pytest.raises(MixtureError, match="source 'b' holds other text than the trunk's source of that name"):
         continued(Mixture.read(trunk), Mixture.read(other), FIRST, 16)
+
+
+def test_a_branch_validates_on_what_it_names(trunk, tmp_path):
+    """The trunk validates on nothing of b; the branch has the same tokens in another folder, and a held-out shard."""
+    write_shard(tmp_path / "again/b/one", 10_000, 700)
+    write_shard(tmp_path / "again/b/held_out", 60_000, 100)
+    named = {"name": "b", "shards": "b", "validation": "b/held_out"}
+    mixture = continued(Mixture.read(trunk), Mixture.read(write_mixture(tmp_path / "again", [named])), FIRST, 16)
+    assert set(plan(trunk, mixture).validation) == {"a", "b"}
+    refuse_changed_data(plan(trunk).record, plan(trunk, mixture).record, FIRST)
