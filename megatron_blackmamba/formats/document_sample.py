@@ -130,6 +130,8 @@ def upper_half(hashes: np.ndarray) -> np.ndarray:
 
 FEWEST_FOUND = 3
 """Fewer documents found in samples do not count: they may be short texts that occur everywhere."""
+_DEVIATIONS = 3
+"""Standard deviations by which a number of documents found in samples must exceed the expected one."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,11 @@ class TrainingSamples:
         self._hashes = np.sort(np.concatenate([np.empty(0, np.uint64), *(sampled.hashes for sampled in samples)]))
         self._limits = np.unique(np.array([sampled.last for sampled in samples], np.uint64))
 
-    def overlap(self, held_out: Sequence[Sampled]) -> Overlap | None:
-        """Return the overlap at the sampling rate where it is largest, or None if nothing counts as found.
+    def overlap(self, held_out: Sequence[Sampled], most: float = 0.0) -> Overlap | None:
+        """Return the overlap at the sampling rate where it is largest, or None if at none it is more than `most`.
 
         A shard lists its documents up to a largest hash. For each of these limits, all training shards are compared.
+        Samples show an overlap of more than `most` if that share explains the number found with probability below 1%.
         """
         if not len(self._hashes) or not held_out:
             return None
@@ -166,7 +169,8 @@ class TrainingSamples:
         compared = np.searchsorted(wanted, self._limits, side="right")
         found = np.concatenate([[0], np.cumsum(hits)])[compared]
         complete = self._limits[0] == LARGEST and all(sampled.last == LARGEST for sampled in held_out)
-        counts = found >= (1 if complete else FEWEST_FOUND)
+        chance = 0 if complete else _DEVIATIONS * np.sqrt(most * (1 - most) * compared)
+        counts = (found >= (1 if complete else FEWEST_FOUND)) & (found > most * compared + chance)
         if not counts.any():
             return None
         shares = np.where(counts, found / np.maximum(compared, 1), 0)

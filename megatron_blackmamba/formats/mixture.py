@@ -366,29 +366,30 @@ def check_together(
 
 def _refuse_leaks(opened: Mapping[str, tuple[list[Shard], list[Shard]]]) -> None:
     """Refuse a raw file whose documents are in training and in validation, whatever seed or fields made the shards."""
-    held_out: dict[str, dict[str, tuple[str, Path, str]]] = defaultdict(dict)
+    held_out: dict[str, dict[tuple[str, float], tuple[str, Path, str]]] = defaultdict(dict)
     for name, (_, validation) in opened.items():
         for shard in validation:
-            split = _split(shard.manifest, "validation")
+            side = _split(shard.manifest, "validation")
             for source in shard.manifest.sources:
                 for raw in source.all_raw:
-                    held_out[raw.sha256][split] = (raw.name, shard.prefix, name)
+                    held_out[raw.sha256][side] = (raw.name, shard.prefix, name)
     for name, (training, _) in opened.items():
         for shard in training:
-            split = _split(shard.manifest, "train")
+            split, share = _split(shard.manifest, "train")
             for source in shard.manifest.sources:
                 for raw in source.all_raw:
-                    for other, where in held_out.get(raw.sha256, {}).items():
-                        if not split or other != split:
+                    for (other, least), where in held_out.get(raw.sha256, {}).items():
+                        if not split or other != split or share < least:  # a larger share holds out the same, and more
                             raise MixtureError(f"source {name!r}: " + _leak(shard, source, raw, *where))
 
 
-def _split(manifest: ShardManifest, side: str) -> str:
-    """Return the split of which a shard is this side, by what decides it; empty if it is none."""
+def _split(manifest: ShardManifest, side: str) -> tuple[str, float]:
+    """Return the split of which a shard is this side, by what decides it, and its share; empty if it is none."""
     split = manifest.options.get("hold_out")
     if not split or split["side"] != side:
-        return ""
-    return json.dumps({**manifest.options, "hold_out": {**split, "side": None}, "lengths": None}, sort_keys=True)
+        return "", 0.0
+    alike = {**manifest.options, "hold_out": {**split, "side": None, "share": None}, "lengths": None}
+    return json.dumps(alike, sort_keys=True), split["share"]
 
 
 def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most: float) -> None:
@@ -396,8 +397,8 @@ def _refuse_overlap(opened: Mapping[str, tuple[list[Shard], list[Shard]]], most:
     training = [shard for shards, _ in opened.values() for shard in shards]
     samples = TrainingSamples(_samples(training))
     for name, (_, held_out) in opened.items():
-        found = samples.overlap(_samples(held_out))
-        if found and found.share > most:
+        found = samples.overlap(_samples(held_out), most)
+        if found:
             held, there = (_where(shards, found.hashes) for shards in (held_out, training))
             raise MixtureError(
                 f"source {name!r}: {found.found} of the {found.compared} validation documents that could be compared "

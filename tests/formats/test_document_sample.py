@@ -8,6 +8,7 @@ from megatron_blackmamba.formats.document_sample import (
     SIZE,
     DocumentSample,
     DocumentSampler,
+    Sampled,
     TrainingSamples,
     document_hashes,
     document_keys,
@@ -20,8 +21,8 @@ def documents():
     return [rng.integers(0, 50_000, length).astype(np.uint32) for length in rng.integers(1, 40, 12_000)]
 
 
-def overlap(training, held_out):
-    return TrainingSamples(training).overlap(held_out)
+def overlap(training, held_out, *most):
+    return TrainingSamples(training).overlap(held_out, *most)
 
 
 def sampled(documents, at_once=700):
@@ -85,3 +86,15 @@ def test_texts_that_occur_everywhere_count_once(documents):
     assert overlap(training, [sampled(held_out)]) is None  # one of 41, and known from samples only
     complete = overlap([sampled([everywhere, *documents[:30]])], [sampled(held_out)])
     assert (complete.found, complete.compared) == (1, 41)
+
+
+def test_a_chance_excess_is_no_overlap(documents):
+    """5 of 30 are shared, where 3 are allowed; the same share of 300 is no chance any more."""
+    held_out = np.unique(sampled(documents).hashes)[:300]
+    shared = np.flatnonzero(np.arange(300) % 6 == 0)
+    for count, is_found in ((30, False), (300, True)):
+        wanted = Sampled(held_out[:count], np.arange(count, dtype=np.uint32))
+        large = Sampled(np.append(np.arange(SIZE, dtype=np.uint64), held_out[shared[shared < count]]), np.empty(0))
+        assert (overlap([large], [wanted]) is not None) and (overlap([large], [wanted], 0.1) is not None) == is_found
+    exact = Sampled(held_out[:5], np.arange(5, dtype=np.uint32))
+    assert overlap([Sampled(held_out[:1], np.empty(0))], [exact], 0.1).share == 0.2  # both list all documents
