@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Any
 
 from megatron_blackmamba.data_tools.evaluation_rows import FieldChoice, Row, choose_fields, row_of, texts_of
 from megatron_blackmamba.data_tools.rejects import InputError
-from megatron_blackmamba.data_tools.sources import find_sources
+from megatron_blackmamba.data_tools.sources import Source, find_sources
 from megatron_blackmamba.data_tools.streams import Damage, InputStream
 
 _PROMPT = re.compile(r"^\s*(question|q)\s*:|\b(answer|a)\s*:\s*$", re.IGNORECASE)
@@ -62,7 +63,12 @@ def read_evaluations(
     files = [name for name in against if Path(name).exists()]
     tasks = [name for name in against if name not in files]
     chosen = _Fields(fields)
-    evaluations = [evaluation for name in files for evaluation in _from_file(name, chosen)]
+    sources = {source.path: source for name in files for source in find_sources([name]).sources}
+    names = Counter(source.name for source in sources.values())
+    evaluations = [
+        _from_file(source, source.name if names[source.name] == 1 else source.path, chosen)
+        for source in sources.values()
+    ]
     chosen.refuse_unused()
     if tasks:
         evaluations += _from_lm_eval(tasks, task_folder)
@@ -104,22 +110,21 @@ def contents_of(items: Sequence[Item]) -> dict[str, str]:
     return {source: found.hexdigest() for source, found in hashes.items()}
 
 
-def _from_file(path: str, chosen: _Fields) -> Iterator[Evaluation]:
-    for source in find_sources([path]).sources:
-        if source.format != "jsonl":
-            raise InputError(f"{source.path}: evaluation items must be JSON Lines. Convert the file")
-        fields = chosen.of(source.path)
-        rows = {
-            number: _row(line, f"{source.path}, line {number}", fields)
-            for number, line in enumerate(_lines(source.path), start=1)
-            if line.strip()
-        }
-        choice = choose_fields([*rows.values()])
-        if rows and not choice.taken:
-            left = ", ".join(f"`{name}` ({why})" for name, why in choice.left_out.items()) or "no string in any row"
-            raise InputError(f"{source.path}: no usable field: {left}. Choose fields: --fields FIELD,...")
-        texts = zip(rows, texts_of([*rows.values()], choice), strict=True)
-        yield Evaluation(source.name, tuple(Item(f"{source.name}:{number}", each) for number, each in texts), choice)
+def _from_file(source: Source, name: str, chosen: _Fields) -> Evaluation:
+    if source.format != "jsonl":
+        raise InputError(f"{source.path}: evaluation items must be JSON Lines. Convert the file")
+    fields = chosen.of(source.path)
+    rows = {
+        number: _row(line, f"{source.path}, line {number}", fields)
+        for number, line in enumerate(_lines(source.path), start=1)
+        if line.strip()
+    }
+    choice = choose_fields([*rows.values()])
+    if rows and not choice.taken:
+        left = ", ".join(f"`{name}` ({why})" for name, why in choice.left_out.items()) or "no string in any row"
+        raise InputError(f"{source.path}: no usable field: {left}. Choose fields: --fields FIELD,...")
+    texts = zip(rows, texts_of([*rows.values()], choice), strict=True)
+    return Evaluation(name, tuple(Item(f"{name}:{number}", each) for number, each in texts), choice)
 
 
 def _lines(path: str) -> Iterator[bytes]:

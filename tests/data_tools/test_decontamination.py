@@ -24,7 +24,7 @@ from megatron_blackmamba.formats.shards import ShardManifest
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
 
-from megatron_blackmamba.data_tools.decontamination import REPORT, SHORTEST, cut_out
+from megatron_blackmamba.data_tools.decontamination import REPORT, SHORTEST, cut_out, tasks_of
 from megatron_blackmamba.data_tools.item_index import ItemIndex
 from tests.data_tools.leaks import FORMS, generated, plant, recall
 from tests.data_tools.test_cleaning import clean, lives
@@ -383,3 +383,23 @@ def test_a_killed_mixture_continues(corpora, tmp_path):
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
     assert len(content(tmp_path / "whole")) == 3 * (3 + 3)
     assert [list(each["corpora"]) for each in results] == [["web", "code", "papers"]] * 2
+
+
+def test_files_of_equal_names_are_told_apart(tmp_path):
+    files = []
+    for folder, texts in (("a", [FILLER, LICENCE]), ("b", ["the cat", "is it"])):
+        (tmp_path / folder).mkdir()
+        files.append(str(write(tmp_path / folder / "test.jsonl", [{"item": text} for text in texts])))
+    found = read_evaluations([*files, files[0]])
+    assert [(each.name, len(each.items)) for each in found] == [(file, 2) for file in files]
+    with pytest.raises(InputError, match=r"b/test\.jsonl: each of its 2 items has too little distinctive text"):
+        tasks_of(found, ItemIndex([item for each in found for item in each.items], 12))
+
+
+def test_other_questions_on_passages_are_not_boolq(tmp_path):
+    row = {"passage": FILLER, "question": "Which otter juggled seven lanterns?", "options": ["the red one", "none"]}
+    rows = [{**row, "answer": "A"}, {**row, "passage": None}]
+    (race,) = read_evaluations([str(write(tmp_path / "race.jsonl", rows))])
+    assert "options[]" in race.choice.taken and "the red one" in race.items[0].texts
+    (boolq,) = read_evaluations([str(write(tmp_path / "boolq.jsonl", [{**row, "answer": True}]))])
+    assert boolq.choice.taken == ["passage", "question"]
