@@ -1,6 +1,5 @@
 """The documents inside the samples of a run, and the samples that hold a document."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from megatron_blackmamba.data import DataPlan, build, refuse_changed_data
 from megatron_blackmamba.data.datasets import EpochDataset, HeldOutDataset
 from megatron_blackmamba.data_tools.inspection import text_of_ids, tokenizer_of
 from megatron_blackmamba.data_tools.provenance import Origin, origin, places_of, source_called
-from megatron_blackmamba.formats.branches import trunk_of
+from megatron_blackmamba.formats.branches import trunks_of
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.shards import Shard
 from megatron_blackmamba.tokenizer import Tokenizer
@@ -107,31 +106,30 @@ class Tracer:
 
     def readings(self, file: str, record: int) -> list[Reading]:
         """Return the samples in which training has read a document, in the order of training; a trunk's too."""
-        before: list[Reading] | None = None
-        if (trunk := self._trunk_of_other_length()) is not None:
-            with contextlib.suppress(TraceError):  # the trunk may have had other documents
-                before = [replace(each, run=each.run or str(trunk.run)) for each in trunk.readings(file, record)]
-        try:
-            found = [
-                reading
-                for source, shard, document in self._documents(file, record)
-                for reading in self._readings_of(source, shard, document)
-                if self._until is None or reading.step <= self._until
-            ]
-        except TraceError:
-            if before is None:
-                raise
-            found = []
-        return [*(before or ()), *sorted(found, key=lambda reading: reading.sample)]
+        others = [trunk for trunk in trunks_of(RunFolder(self.run)) if trunk.relength]
+        found: list[Reading] = []
+        refusals: list[TraceError] = []
+        for trunk in (*reversed(others), None):
+            try:
+                tracer = Tracer(trunk.run.root, trunk.step) if trunk else self
+                found += tracer._own_readings(file, record)
+            except TraceError as error:  # a run may have had other documents than its trunk
+                refusals.append(error)
+        if len(refusals) > len(others):
+            raise refusals[-1]
+        return found
 
-    def _trunk_of_other_length(self) -> "Tracer | None":
-        """Return the nearest trunk that numbers its samples in another way."""
-        folder = RunFolder(self.run)
-        while trunk := trunk_of(folder):
-            if trunk.relength:
-                return Tracer(trunk.run.root, trunk.step) if trunk.is_there else None
-            folder = trunk.run
-        return None
+    def _own_readings(self, file: str, record: int) -> list[Reading]:
+        """Return the readings with this run's numbers of samples."""
+        found = [
+            reading
+            for source, shard, document in self._documents(file, record)
+            for reading in self._readings_of(source, shard, document)
+            if self._until is None or reading.step <= self._until
+        ]
+        if self._until is not None:
+            found = [replace(reading, run=str(self.run)) for reading in found]
+        return sorted(found, key=lambda reading: reading.sample)
 
     def _documents(self, file: str, record: int) -> Iterator[tuple[int, Shard, int]]:
         shards = [

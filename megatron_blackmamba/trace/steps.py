@@ -8,7 +8,7 @@ from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.formats.branches import trunk_of
+from megatron_blackmamba.formats.branches import trunk_of, trunks_of
 from megatron_blackmamba.formats.events import Event, Rewound, of_kind, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.formats.step_records import metrics_so_far
@@ -51,14 +51,12 @@ class Steps:
         """Return the steps of a run, with those of its trunks before it where both number samples in the same way."""
         folder = RunFolder(run)
         records, events = [metrics_so_far(folder.metrics)], _events(folder)
-        begins = (0, 0, 0)
-        while trunk := trunk_of(folder):
-            begins = (trunk.step, trunk.sample, trunk.consumed_samples)
-            if trunk.relength or not trunk.is_there:
-                break
-            folder, begins = trunk.run, (0, 0, 0)
+        for trunk in takewhile(lambda trunk: not trunk.relength, trunks_of(folder)):
+            folder = trunk.run
             records.insert(0, takewhile(_up_to(trunk.step), metrics_so_far(folder.metrics)))
-            events = _events(folder) + events
+            events = [event for event in _events(folder) if _is_before(event, trunk.sample)] + events
+        before = trunk_of(folder)  # which has a numbering of its own, or is gone
+        begins = (before.step, before.sample, before.consumed_samples) if before else (0, 0, 0)
         return cls(chain.from_iterable(records), events, str(run), begins)
 
     @property
@@ -113,6 +111,11 @@ class Steps:
 
 def _events(folder: RunFolder) -> list[Event]:
     return [each.event for each in read_events(folder.events)]
+
+
+def _is_before(event: Event, sample: int) -> bool:
+    """Return whether an event is not about samples from one on, which a trunk has read after its branch."""
+    return all(last < sample for name in ("samples", "passed_over") for _, last in getattr(event, name, ()))
 
 
 def _up_to(step: int) -> Callable[[dict[str, Any]], bool]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections import defaultdict
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.formats.events import Rewound, Spike
+from megatron_blackmamba.formats.events import Branched, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import write_report
 from megatron_blackmamba.trace import ranks
@@ -250,3 +251,34 @@ def test_records_without_skipped_ranges_are_refused():
         Steps(records, []).samples_of(2)
     with pytest.raises(TraceError, match="an older version wrote it"):
         Steps([{"step": 1}], [])
+
+
+def write_run(folder, ends, *events):
+    """Write the records of steps of 16 samples, by step and next sample."""
+    folder.mkdir()
+    records = [{"step": step, "next_sample": end, "consumed_samples": 16 * step} for step, end in ends.items()]
+    RunFolder(folder).metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    RunFolder(folder).events.write_text("".join(event.to_json(datetime.now()) + "\n" for event in events))
+    return folder
+
+
+def branched(trunk, sample=32):
+    at = {"trunk": f"{trunk}/checkpoints/step_2", "step": 2, "sample": sample, "consumed_samples": 32}
+    return Branched(**at, steps_left=1, tokens_per_step=1)
+
+
+def test_a_trunk_s_later_rewinds_are_not_its_branch_s(tmp_path):
+    spike = Spike(step=9, reason="a spike", action="rewind", samples=[(400, 415)])
+    passed_over = [Rewound(step=2, to=0, passed_over=[(0, 3)]), Rewound(step=3, to=2, passed_over=[(32, 63)])]
+    trunk = write_run(tmp_path / "trunk", {1: 20, 2: 36, 3: 84}, *passed_over, spike)
+    branch = write_run(tmp_path / "branch", {3: 68}, branched(trunk, 36), Rewound(step=3, to=2, passed_over=[(36, 51)]))
+    steps = Steps.of_run(branch)
+    assert [steps.samples_of(step) for step in (1, 3)] == [[*range(4, 20)], [*range(52, 68)]]
+    with pytest.raises(TraceError, match="sample 400 has not been read"):
+        steps.refuse_unread([400])
+
+
+def test_runs_that_are_each_other_s_trunk_are_traced(tmp_path):
+    one = write_run(tmp_path / "one", {3: 48}, branched(tmp_path / "two"))
+    write_run(tmp_path / "two", {3: 48}, branched(one))
+    assert Steps.of_run(one).samples_of(3) == [*range(32, 48)]
