@@ -12,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from megatron_blackmamba.data_tools.object_storage import RemoteFolder
 from megatron_blackmamba.data_tools.options import TokenizeOptions
-from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
 from megatron_blackmamba.data_tools.shard_writer import ShardJob, write_shard
 from megatron_blackmamba.data_tools.sources import Source
 from megatron_blackmamba.formats.remote import is_remote
@@ -29,17 +29,25 @@ class ShardWriter(PipelineStep):
     name = "token shards"
 
     def __init__(
-        self, out_dir: str | Path, tokenizer: str, *, eod: str | None = None, shuffle: bool = True, seed: int = 0
+        self,
+        out_dir: str | Path,
+        tokenizer: str,
+        *,
+        eod: str | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        max_bad: str = "0",
     ) -> None:
         """Set up the step.
 
         Args:
             out_dir: A folder, or one in object storage, such as s3://bucket/tokens.
             tokenizer: A tokenizer.json, a folder with one, or a Hugging Face name.
+            max_bad: Documents of a task that may be empty, as for --max-bad: a number or a fraction.
         """
         super().__init__()
         self.out_dir, self.tokenizer, self.eod = out_dir, tokenizer, eod
-        self.options = TokenizeOptions(shuffle=shuffle, seed=seed)
+        self.options, self.tolerance = TokenizeOptions(shuffle=shuffle, seed=seed), Tolerance.parse(max_bad)
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         """Write one shard of `world_size`."""
@@ -61,7 +69,7 @@ class ShardWriter(PipelineStep):
             status = waiting.stat()
             source = Source(str(waiting), f"task_{rank:05d}", "jsonl", status.st_size, status.st_mtime_ns)
             with self.track_time():
-                job = ShardJob(rank + 1, world_size, (source,), out_dir, self.options)
+                job = ShardJob(rank + 1, world_size, (source,), out_dir, self.options, tolerance=self.tolerance)
                 manifest = write_shard(job, tokenizer)
             self.stat_update("tokens", value=manifest.tokens)
             tokenizer.save(out_dir / "tokenizer.json")

@@ -7,6 +7,7 @@ import re
 import sys
 import unicodedata
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,8 +31,8 @@ class HoldOut:
     share: float
     """Of the documents, for validation."""
     side: Side
-    clusters: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """For each document with copies, the one that is kept, both as FILE:RECORD."""
+    clusters: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
+    """For each document with copies, by file and record, the one that is kept, as FILE:RECORD."""
     clusters_sha256: str | None = None
 
     @property
@@ -42,7 +43,8 @@ class HoldOut:
 
     def takes(self, file: str, records: Sequence[int], texts: Sequence[str]) -> np.ndarray:
         """Return for each document whether it is on this side."""
-        kept = (self.clusters.get(f"{file}:{record}") for record in records)
+        clusters = self.clusters.get(file, {})
+        kept = (clusters.get(str(record)) for record in records)
         keys = [name or normalized(text) for name, text in zip(kept, texts, strict=True)]
         hashes = np.array([_hash(key) for key in keys], np.uint64)
         held_out = hashes < np.uint64(int(self.share * (1 << 64)))
@@ -50,8 +52,7 @@ class HoldOut:
 
     def of(self, files: Collection[str]) -> "HoldOut":
         """Return this with the clusters of some files only."""
-        own = {name: kept for name, kept in self.clusters.items() if name.rpartition(":")[0] in files}
-        return replace(self, clusters=own)
+        return replace(self, clusters={file: self.clusters[file] for file in files if file in self.clusters})
 
 
 def normalized(text: str) -> str:
@@ -72,19 +73,20 @@ def hold_out_of(share: str, clusters: str | None, side: Side, files: Collection[
     if not path.is_file():
         raise InputError(f"{path}: no such file. Name the output folder of `blackmamba data dedup`")
     csv.field_size_limit(sys.maxsize)
+    found: dict[str, dict[str, str]] = defaultdict(dict)
     with open(path, encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, COLUMNS, delimiter="\t")
-        found = {
-            f"{row['file']}:{row['record']}": row["resembles"] for row in rows if row["reason"] == "near-duplicate"
-        }
-    if found and not {name.rpartition(":")[0] for name in found} & set(files):
-        example = next(iter(found)).rpartition(":")[0]
+        for row in csv.DictReader(file, COLUMNS, delimiter="\t"):
+            if row["reason"] == "near-duplicate":
+                found[row["file"]][row["record"]] = row["resembles"]
+    if found and not found.keys() & set(files):
         raise InputError(
-            f"{path}: lists other files than the inputs, such as {example}. Name the deduplication of these inputs, "
-            "and give both commands the same inputs"
+            f"{path}: lists other files than the inputs, such as {next(iter(found))}. Name the deduplication of these "
+            "inputs, and give both commands the same inputs"
         )
-    found |= {kept: kept for kept in found.values()}
-    return HoldOut(number, side, found, file_sha256(path))
+    for kept in {kept for of_file in found.values() for kept in of_file.values()}:
+        kept_file, _, record = kept.rpartition(":")
+        found[kept_file][record] = kept
+    return HoldOut(number, side, dict(found), file_sha256(path))
 
 
 def _share(text: str) -> float:

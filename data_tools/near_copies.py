@@ -52,7 +52,7 @@ class _Documents:
 
 
 def near_copies(groups: Mapping[str, Sequence[Shard]], most_tokens: int) -> NearCopies:
-    """Compare all documents in the first shards of each group, up to `most_tokens` of a group."""
+    """Compare the first documents of each group, of about `most_tokens`: whole blocks of a few million are read."""
     shards: list[Shard] = []
     parts: list[_Documents] = []
     for number, members in enumerate(groups.values()):
@@ -60,8 +60,8 @@ def near_copies(groups: Mapping[str, Sequence[Shard]], most_tokens: int) -> Near
         for shard in members:
             if left <= 0:
                 break
+            parts += _documents(shard, number, len(shards), left)
             left -= shard.manifest.tokens
-            parts += _documents(shard, number, len(shards))
             shards.append(shard)
     columns = (np.concatenate([getattr(part, name) for part in parts]) for name in _Documents.__annotations__)
     documents = _Documents(*columns)
@@ -93,8 +93,12 @@ def near_copies(groups: Mapping[str, Sequence[Shard]], most_tokens: int) -> Near
     return result
 
 
-def _documents(shard: Shard, group: int, number: int) -> Iterator[_Documents]:
+def _documents(shard: Shard, group: int, number: int, most_tokens: int) -> Iterator[_Documents]:
+    read = 0
     for block in blocks_of(shard):
+        if read >= most_tokens:
+            return
+        read += len(block.ids)
         long = block.lengths > 1  # one token is no pair
         pairs = _pairs(block.ids)
         starts = np.concatenate([[0], np.cumsum(block.lengths)[:-1]])

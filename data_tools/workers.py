@@ -92,7 +92,7 @@ class _Task:
         return made
 
     def _is_finished(self, job: ShardJob) -> bool:
-        return self.remote.has(job.prefix) if self.remote else is_finished(job, self.tokenizer)
+        return self.remote.has(job.prefix) if self.remote else is_finished(job)
 
     def _report(self, slot: int, input_bytes: int, tokens: int, documents: int) -> None:
         self.counters[slot * _COUNTERS : (slot + 1) * _COUNTERS] = (input_bytes, tokens, documents)
@@ -187,18 +187,14 @@ def refuse_other_settings(job: ShardJob, tokenizer: Tokenizer) -> None:
         )
 
 
-def is_finished(job: ShardJob, tokenizer: Tokenizer) -> bool:
-    """Return whether the shard exists, was made from these sources with these settings, and is unchanged."""
+def is_finished(job: ShardJob) -> bool:
+    """Return whether the shard, which `refuse_other_settings` accepted, exists and is unchanged."""
     try:
         shard = Shard.open(job.prefix)
     except ShardError:
         return False
-    manifest = shard.manifest
-    return (
-        _difference(manifest, job, tokenizer) is None
-        and file_sha256(shard.idx_path) == manifest.idx_sha256
-        and file_sha256(shard.bin_path) == manifest.bin_sha256
-    )
+    idx_sha256, bin_sha256 = file_sha256(shard.idx_path), file_sha256(shard.bin_path)
+    return (idx_sha256, bin_sha256) == (shard.manifest.idx_sha256, shard.manifest.bin_sha256)
 
 
 def with_count(job: ShardJob) -> ShardManifest:
@@ -220,8 +216,9 @@ def _difference(manifest: ShardManifest, job: ShardJob, tokenizer: Tokenizer) ->
     if manifest.shuffled and manifest.seed != job.options.seed:
         return f"was shuffled with seed {manifest.seed}, not {job.options.seed}"
     for name, value in job.recorded_options.items():
-        if manifest.options.get(name, _BEFORE.get(name, value)) != value:  # a newer setting had no other value
-            return f"was made with {name} = {manifest.options[name]!r}, not {value!r}"
+        before = manifest.options.get(name, _BEFORE.get(name, value))  # a newer setting had no other value
+        if before != value:
+            return f"was made with {name} = {before!r}, not {value!r}"
     if len(manifest.sources) != len(job.sources):
         count = len(manifest.sources)
         return f"was made from {counted(count, 'file')}, not {len(job.sources)}: other inputs, or another --shard-size"

@@ -1,11 +1,14 @@
 """A second call into the same folder: what is done stays, what was meant otherwise is refused."""
 
+import json
 import os
 
 import pytest
 
+from megatron_blackmamba.data_tools import workers
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.find_shards import find_shards
+from megatron_blackmamba.formats.remote import file_sha256
 
 TEXTS = [f"document {i} " + "def f(x): return x\n" * (i % 7) for i in range(40)]
 
@@ -99,3 +102,23 @@ def test_flags_that_would_change_nothing_are_refused(run, write_jsonl, tmp_path)
         run(write_jsonl("a.jsonl", TEXTS), marker="|")
     with pytest.raises(InputError, match="--field chooses from records"):
         run(tmp_path / "a.txt", fields=("content",))
+
+
+def test_a_newer_option_names_its_former_value(run, write_jsonl, tmp_path):
+    path = write_jsonl("a.jsonl", TEXTS)
+    run(path)
+    manifest = tmp_path / "out/shard_00001.manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["options"]["lengths"]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"was made with lengths = None, not \[3, None\]"):
+        run(path, min_tokens=3)
+
+
+def test_copied_inputs_are_hashed_once(run, write_jsonl, monkeypatch):
+    path = write_jsonl("a.jsonl", TEXTS)
+    run(path)
+    os.utime(path, (1, 1))
+    hashed = []
+    monkeypatch.setattr(workers, "file_sha256", lambda file: hashed.append(str(file)) or file_sha256(file))
+    assert run(path).written == [] and hashed.count(str(path)) == 1

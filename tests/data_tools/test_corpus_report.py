@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.data_tools import near_copies
+from megatron_blackmamba.data_tools import near_copies, overlaps
 from megatron_blackmamba.data_tools.corpus_figures import groups_of, measure, script_of
 from megatron_blackmamba.data_tools.near_copies import SIMILARITY
 from megatron_blackmamba.report.corpus import render
@@ -82,9 +82,11 @@ def test_items_and_scripts_are_counted(figures):
     assert [script_of(text) for text in ("abc", "Привет", "...")] == ["Latin", "Cyrillic", "No letters"]
 
 
-def test_fewer_tokens_compare_fewer_documents(corpus):
+def test_fewer_tokens_compare_fewer_documents(corpus, monkeypatch):
     paths = [str(corpus / name) for name in ("web", "books")]
-    assert measure(paths, sample=5, most_tokens=1).copies.compared == [60, 50]  # a shard is read whole
+    assert measure(paths, sample=5, most_tokens=1).copies.compared == [60, 50]  # a block is read whole
+    monkeypatch.setattr(overlaps, "_BLOCK_TOKENS", 1)
+    assert measure(paths, sample=5, most_tokens=1).copies.compared == [1, 1]
     assert [len(group.sample) for group in measure(paths, sample=5).groups] == [5, 5]
 
 

@@ -184,6 +184,9 @@ def test_a_datatrove_pipeline_writes_shards(tmp_path, tokenizer_file):
     assert all(TEXTS[2 * each["record"] - 2 + int(each["source"][-1])] == each["text"] for each in shown)
     with pytest.raises(InputError, match="task 5 has no document"):
         ShardWriter(tmp_path / "out", str(tokenizer_file)).run([], 5, 6)
+    some = [Document(text=text, id=text) for text in ("", "one")]
+    ShardWriter(tmp_path / "some", str(tokenizer_file), max_bad="1").run(some)
+    assert find_shards(tmp_path / "some")[0].manifest.rejected == {"empty": 1}
 
 
 def test_lengths_are_shown_by_source(tmp_path, run, write_jsonl, tokenizer):
