@@ -267,7 +267,7 @@ def branched(trunk, sample=32):
     return Branched(**at, steps_left=1, tokens_per_step=1)
 
 
-def test_a_trunk_s_later_rewinds_are_not_its_branch_s(tmp_path):
+def test_later_rewinds_of_a_trunk_are_left_out(tmp_path):
     spike = Spike(step=9, reason="a spike", action="rewind", samples=[(400, 415)])
     passed_over = [Rewound(step=2, to=0, passed_over=[(0, 3)]), Rewound(step=3, to=2, passed_over=[(32, 63)])]
     trunk = write_run(tmp_path / "trunk", {1: 20, 2: 36, 3: 84}, *passed_over, spike)
@@ -278,7 +278,7 @@ def test_a_trunk_s_later_rewinds_are_not_its_branch_s(tmp_path):
         steps.refuse_unread([400])
 
 
-def test_runs_that_are_each_other_s_trunk_are_traced(tmp_path):
+def test_trunks_in_a_circle_are_traced(tmp_path):
     one = write_run(tmp_path / "one", {3: 48}, branched(tmp_path / "two"))
     write_run(tmp_path / "two", {3: 48}, branched(one))
     assert Steps.of_run(one).samples_of(3) == [*range(32, 48)]
