@@ -36,6 +36,7 @@ import numpy as np
 from megatron_blackmamba.config import find
 from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, ShardManifest, beside, idx_bytes, write_idx
+from megatron_blackmamba.formats.source_schedule import Blend, Schedule, _Node
 
 SEQUENCE_LENGTH = 2048
 PAPER_SAMPLES = 146_484_375
@@ -307,13 +308,41 @@ def prefix_deviation(samples: int, block: int = 2**20) -> dict[str, float]:
     start, worst = time.perf_counter(), 0.0
     given = np.zeros(len(probabilities), np.int64)
     for first in range(0, samples, block):
-        source, _ = schedule.locate_range(first, min(first + block, samples))
+        source, _ = locate_range(schedule, first, min(first + block, samples))
         prefix = np.arange(first + 1, first + 1 + len(source))
         for number, probability in enumerate(probabilities):
             counts = given[number] + np.cumsum(source == number)
             worst = max(worst, float(np.abs(counts - probability * prefix).max()))
             given[number] = counts[-1]
     return {"samples": samples, "worst": worst, "seconds": time.perf_counter() - start}
+
+
+def locate_range(schedule: Schedule, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sources of samples first … end-1, and their indices within the sources, as `Schedule.locate`."""
+    ends = [*schedule.starts[1:], end]
+    phases = zip(schedule.blends, schedule._before, schedule.starts, ends, strict=True)
+    parts = [
+        (source, within + np.asarray(before)[source])
+        for blend, before, start, stop in phases
+        if max(first, start) < min(end, stop)
+        for source, within in [_locate_many(blend, np.arange(max(first, start), min(end, stop)) - start)]
+    ]
+    return np.concatenate([source for source, _ in parts]), np.concatenate([within for _, within in parts])
+
+
+def _locate_many(blend: Blend, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    source, within = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
+    stack = [(blend._root, np.arange(len(samples)), samples.astype(np.uint64))]
+    while stack:
+        node, places, n = stack.pop()
+        if isinstance(node, _Node):
+            left = node.to_left(n)
+            goes_left = node.to_left(n + np.uint64(1)) > left
+            stack.append((node.left, places[goes_left], left[goes_left]))
+            stack.append((node.right, places[~goes_left], (n - left)[~goes_left]))
+        else:
+            source[places], within[places] = node, n.astype(np.int64)
+    return source, within
 
 
 # ---- what is shown

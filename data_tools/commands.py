@@ -203,7 +203,7 @@ def verify(
 ) -> None:
     """Check shards against their manifests: sha256, counts, index, token range, an EOD after every document.
 
-    For a mixture file, also check that its shards fit together and that its sample order matches its weights.
+    For a mixture file, also check that its shards fit together.
 
     [dim]blackmamba data verify tokens/pile tokens/pg19[/dim]
 

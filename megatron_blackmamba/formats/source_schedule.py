@@ -13,12 +13,10 @@ Nothing is stored, so the order has no fixed length: a longer run begins like a 
 
 import bisect
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-
-import numpy as np
 
 _BITS = 40  # precision of a share: its error is below 2^-41, a millionth of a sample in a million samples
 _HALF_BITS = _BITS // 2
@@ -105,21 +103,6 @@ class Blend:
                 result[node] = n
         return result
 
-    def locate_many(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return sources and indices within them, like `locate`, for an array of samples."""
-        source, within = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
-        stack = [(self._root, np.arange(len(samples)), np.asarray(samples).astype(np.uint64))]
-        while stack:
-            node, places, n = stack.pop()
-            if isinstance(node, _Node):
-                left = node.to_left(n)
-                goes_left = node.to_left(n + np.uint64(1)) > left
-                stack.append((node.left, places[goes_left], left[goes_left]))
-                stack.append((node.right, places[~goes_left], (n - left)[~goes_left]))
-            else:
-                source[places], within[places] = node, n.astype(np.int64)
-        return source, within
-
 
 class Schedule:
     """One blend per phase. Each source continues where the previous phase left it; nothing is repeated or skipped."""
@@ -165,19 +148,3 @@ class Schedule:
         phase = max(0, bisect.bisect_left(self.starts, samples) - 1)
         inside = self.blends[phase].counts(samples - self.starts[phase])
         return [a + b for a, b in zip(self._before[phase], inside, strict=True)]
-
-    def locate_range(self, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sources of samples first … end-1, and their indices within the sources."""
-        parts = [self._in_phase(phase, a, b) for phase, a, b in self._phases_between(first, end)]
-        return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
-
-    def _in_phase(self, phase: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        start = self.starts[phase]
-        source, within = self.blends[phase].locate_many(np.arange(first - start, end - start))
-        return source, within + np.asarray(self._before[phase])[source]
-
-    def _phases_between(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        for phase, start in enumerate(self.starts):
-            stop = self.starts[phase + 1] if phase + 1 < len(self.starts) else MAX_SAMPLES
-            if max(first, start) < min(end, stop):
-                yield phase, max(first, start), min(end, stop)

@@ -9,7 +9,6 @@ from megatron_blackmamba.data_tools.mixture import (
     find_mixture,
     parse_count,
     plan_mixture,
-    prefix_deviation,
     read_mixtures,
     verify_mixture,
 )
@@ -110,7 +109,6 @@ def test_verify_finds_a_copy_and_another_tokenizer(tmp_path):
     mixture = Mixture.read(three_sources(tmp_path))
     findings = verify_mixture(mixture, 16)
     assert "5 shards of one tokenizer" in findings[0]
-    assert "within" in findings[-1]
     write_shard(tmp_path / "c/copy", 20_000, 90)
     with pytest.raises(MixtureError, match="the same tokens"):
         verify_mixture(mixture, 16)
@@ -123,7 +121,7 @@ def test_data_verify_takes_a_mixture_file(tmp_path):
     path = three_sources(tmp_path)
     result = CliRunner().invoke(app, ["data", "verify", str(path), "--quick"])
     assert "5 shards, 2,393 tokens: all sound" in result.output
-    assert f"{path}: mixture within" in result.output
+    assert f"{path}: 5 shards of one tokenizer" in result.output
     (tmp_path / "b/one.bin").write_bytes(b"")
     assert CliRunner().invoke(app, ["data", "verify", str(path), "--quick"]).exit_code == 2
 
@@ -132,13 +130,6 @@ def test_verify_tells_when_stated_and_measured_tokens_differ(tmp_path):
     path = three_sources(tmp_path)
     path.write_text(path.read_text().replace("name: b", "name: b\n  tokens: 1000"))
     assert "source 'b': the file states 1,000 tokens, the shards hold 700" in verify_mixture(Mixture.read(path), 16)
-
-
-def test_a_straying_order_would_be_noticed(tmp_path):
-    schedule = Mixture.read(three_sources(tmp_path)).schedule([1503, 700, 90], 16)
-    assert prefix_deviation(schedule, 10_000) < 1.68
-    schedule.blends[0].probabilities.reverse()
-    assert prefix_deviation(schedule, 10_000) > 1000
 
 
 @pytest.mark.parametrize("text, count", [("300e9", 300e9), ("300B", 300e9), ("1.5t", 1.5e12), ("2_000k", 2e6)])

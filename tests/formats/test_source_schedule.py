@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.mixture_scale import locate_range
 from megatron_blackmamba.formats.source_schedule import Blend, Schedule, _Node
 
 BOUND = 1.68
@@ -15,7 +16,7 @@ uneven_weights = st.lists(st.integers(0, 40), min_size=1, max_size=12).map(lambd
 
 def worst_deviation(schedule, first, end):
     """Return the largest deviation of any source at any prefix that starts at `first`, in samples."""
-    source, _ = schedule.locate_range(first, end)
+    source, _ = locate_range(schedule, first, end)
     length = np.arange(1, end - first + 1)
     blend = schedule.blends[schedule.starts.index(first)]
     return max(
@@ -51,7 +52,7 @@ def test_sources_continue_without_gap_through_all_phases(first, later):
     width = min(len(phase) for phase in phases)
     phases = [phase[:width] if any(phase[:width]) else [1] * width for phase in phases]
     schedule, end = Schedule(phases, starts), starts[-1] + 200
-    source, within = schedule.locate_range(0, end)
+    source, within = locate_range(schedule, 0, end)
     for i in range(width):
         assert np.array_equal(within[source == i], np.arange((source == i).sum()))
     assert [schedule.locate(k) for k in range(end)] == list(zip(source.tolist(), within.tolist(), strict=True))
