@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import iter_modules, resolve_name
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel
@@ -81,6 +81,11 @@ class Kind:
     name: ClassVar[str]
     settings: ClassVar[type[BaseModel] | None] = None
     """A Section of config keys that only this kind has: `model.extensions.NAME.KEY`, or `optimizer.extensions`."""
+    modeling: ClassVar[str | None] = None
+    """Its class in exports, as "package.module:class". Exports get a copy of the file, if it is not in `hf/`.
+
+    Beside torch and transformers it imports only from `megatron_blackmamba.hf`.
+    """
 
     @property
     def section(self) -> str:
@@ -91,6 +96,14 @@ class Kind:
         """Return the values of these keys in a ModelConfig or OptimizerConfig."""
         assert self.settings
         return self.settings.model_validate(holder.extensions.get(self.section, {}))
+
+    def named(self, field: str) -> Any:
+        """Return what a field names as "package.module:class"."""
+        name = getattr(self, field)
+        try:
+            return resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise KindError(f"{type(self).__name__}.{field}={name!r} cannot be imported: {error}") from error
 
     @classmethod
     def unanswered(cls) -> list[str]:

@@ -48,7 +48,7 @@ class WideLayerNorm(nn.LayerNorm):
 
 
 FINAL_NORMS: dict[str, Callable[..., nn.Module]] = {"layer": WideLayerNorm, "rms": RMSNorm}
-"""By config.final_norm."""
+"""By config.final_norm. The export of a norm, router or layer that the package lacks adds its own at the end."""
 
 
 class Router(nn.Linear):
@@ -230,7 +230,7 @@ def dense(config: Any, layer: int) -> MLP:
 
 MIXERS: dict[str, Callable[..., nn.Module]] = {"r": MambaMixer, "mamba2": Mamba2Mixer, "mamba3": Mamba3Mixer}
 MIXERS |= {"delta": DeltaMixer, "attention": Attention, "mlp": dense}
-"""By entry of config.mamba_moe_layers. The export of a layer that the package lacks adds its own at the end."""
+"""By entry of config.mamba_moe_layers."""
 
 
 def recurrent(entry: str) -> type[Recurrent] | None:
@@ -306,7 +306,7 @@ class Layer(GradientCheckpointingLayer):
 
     mixer: nn.Module
 
-    def __init__(self, config: Any, index: int, mixers: dict[str, Callable[..., nn.Module]] | None = None):
+    def __init__(self, config: Any, index: int):
         super().__init__()
         self.kind, self.multiplier = config.mamba_moe_layers[index], config.residual_multiplier
         shares = config.arrangement == "parallel" and index % 2 == 1
@@ -315,8 +315,8 @@ class Layer(GradientCheckpointingLayer):
         self.stream, self.output = (Affine(D) if scales else nn.Identity() for _ in range(2))
         if self.kind.isdecimal():
             self.mixer = Experts(config, int(self.kind))
-        elif mixer := (mixers or MIXERS).get(self.kind):
-            self.mixer = mixer(config, index)
+        elif self.kind in MIXERS:
+            self.mixer = MIXERS[self.kind](config, index)
         else:
             named = ", ".join(map(repr, MIXERS))
             raise ValueError(f"mamba_moe_layers: an entry is {named} or a number of experts, not {self.kind!r}")

@@ -36,7 +36,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList([Layer(config, i) for i in range(config.num_layers)])
         if config.final_norm not in FINAL_NORMS:
             raise ValueError(f"final_norm must be {' or '.join(FINAL_NORMS)}, not {config.final_norm!r}")
-        self.final_layernorm: Any = FINAL_NORMS[config.final_norm](config.hidden_size, eps=config.norm_eps)
+        own = (getattr(config, "extensions", None) or {}).get(config.final_norm, {})
+        self.final_layernorm: Any = FINAL_NORMS[config.final_norm](config.hidden_size, eps=config.norm_eps, **own)
 
 
 @dataclass
@@ -225,7 +226,8 @@ class BlackMambaModel(BlackMambaPreTrainedModel):
                     "skipped; to generate, pad at the left (tokenizer.padding_side='left'), and give packed documents "
                     "position_ids that restart at 0"
                 )
-        return mask[:, -embeds_BLD.shape[1] :, None].to(self.decoder.final_layernorm.weight.dtype)
+        first: Any = self.decoder.layers[0]
+        return mask[:, -embeds_BLD.shape[1] :, None].to(first.norm.weight.dtype)
 
     def _resets(
         self, input_ids: Tensor | None, begins_BL: Tensor | None, past: BlackMambaCache | None

@@ -2,13 +2,14 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_blackmamba import norms, routers
 from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json, write_text
 from megatron_blackmamba.interchange import files, safetensors_io
@@ -23,8 +24,8 @@ from megatron_blackmamba.interchange.canonical import (
 )
 from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
 from megatron_blackmamba.interchange.model_card import model_card
-from megatron_blackmamba.layers import kinds_in, unread_keys
-from megatron_blackmamba.registry import KindError
+from megatron_blackmamba.layers import kinds_in, routes, unread_keys
+from megatron_blackmamba.registry import Kind, KindError
 
 _PARTS = ("cache", "configuration", "functions", "layers", "recurrent", "modeling")
 MODELING_FILES = tuple(f"{part}_blackmamba.py" for part in _PARTS)
@@ -127,27 +128,36 @@ def write_rest(model: Canonical, folder: Path) -> None:
     config = to_json(model.config, model.sequence_length, model.dtype) | tokens
     write_json(folder / "config.json", config | ({"tokenizer_class": TOKENIZER_CLASS} if model.tokenizer else {}))
     write_json(folder / "generation_config.json", tokens)
-    for name, text in modeling_files(model.config.pattern).items():
+    for name, text in modeling_files(model.config).items():
         write_text(folder / name, text)
     write_text(folder / "README.md", model_card(model))
 
 
-def modeling_files(pattern: str) -> dict[str, str]:
+def modeling_files(config: ModelConfig) -> dict[str, str]:
     """Return the modeling files of an export by name, with those of kinds that bring their own."""
     package = resources.files("megatron_blackmamba.hf")
     texts = {name: (package / name).read_text("utf-8") for name in MODELING_FILES}
-    for kind in kinds_in(pattern):
-        if kind.modeling:
-            mixer = kind.named("modeling")
-            source, name, file = Path(inspect.getfile(mixer)), mixer.__name__, f"layer_{kind.entry}_blackmamba"
-            texts[f"{file}.py"] = text = source.read_text("utf-8").replace("from megatron_blackmamba.hf.", "from .")
-            if wrong := _UNKNOWN_THERE.search(text):
-                raise KindError(
-                    f"{source}: an export contains this file, so it may import nothing of the package but "
-                    f"megatron_blackmamba.hf, not: {wrong[0].strip()}"
-                )
-            texts["layers_blackmamba.py"] += f"\n\nfrom .{file} import {name}\n\nMIXERS[{kind.entry!r}] = {name}\n"
+    for table, entry, kind in own_classes(config):
+        source, name = Path(inspect.getfile(kind)), kind.__name__
+        file = f"{table.lower()}_{re.sub('[^a-zA-Z0-9]', '_', entry)}_blackmamba"
+        texts[f"{file}.py"] = text = source.read_text("utf-8").replace("from megatron_blackmamba.hf.", "from .")
+        if wrong := _UNKNOWN_THERE.search(text):
+            raise KindError(
+                f"{source}: an export contains this file, so it may import nothing of the package but "
+                f"megatron_blackmamba.hf, not: {wrong[0].strip()}"
+            )
+        texts["layers_blackmamba.py"] += f"\n\nfrom .{file} import {name}\n\n{table}[{entry!r}] = {name}\n"
     return texts
+
+
+def own_classes(config: ModelConfig) -> Iterator[tuple[str, str, type]]:
+    """Yield the classes of kinds that are not in hf/, with their table in layers_blackmamba.py and entry there."""
+    kinds: list[tuple[str, str, Kind]] = [("MIXERS", str(kind.entry), kind) for kind in kinds_in(config.pattern)]
+    kinds += [("ROUTERS", config.router.kind, routers.kind_of(config.router.kind))] * routes(config.pattern)
+    kinds += [("FINAL_NORMS", config.final_norm, norms.kind_of(config.final_norm))]
+    for table, entry, kind in kinds:
+        if kind.modeling and not kind.modeling.startswith("megatron_blackmamba.hf."):
+            yield table, entry, kind.named("modeling")
 
 
 def code_files(folder: Path) -> list[Path]:

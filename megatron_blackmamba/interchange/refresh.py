@@ -5,10 +5,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import sync_folder
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.interchange.canonical import InterchangeError
-from megatron_blackmamba.interchange.json_config import need, parse_layers, read_json
 
 CONFIG = "config.json"
 
@@ -28,10 +28,9 @@ class Change:
 
 def refresh(folder: Path) -> list[Change]:
     """Give an export this version's code files and return what changed; a call that was killed can be repeated."""
-    pattern = _pattern_of(folder)
+    ours = hf.modeling_files(_config_of(folder))
     for left_over in folder.glob(".*_blackmamba.py.new"):
         left_over.unlink()
-    ours = hf.modeling_files(pattern)
     theirs = {file.name: file.read_text("utf-8", "replace") for file in hf.code_files(folder)}
     stale = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
     try:
@@ -51,22 +50,18 @@ def refresh(folder: Path) -> list[Change]:
     return [_change(name, theirs.get(name), ours.get(name)) for name in stale]
 
 
-def _pattern_of(folder: Path) -> str:
-    """Return the pattern of an export; refuse another folder."""
+def _config_of(folder: Path) -> ModelConfig:
+    """Return the config of an export; refuse another folder."""
     if not (folder / CONFIG).is_file():
         raise InterchangeError(f"{folder}: has no {CONFIG}. Name a folder written by `export hf` or `save_pretrained`")
-    content = read_json(folder / CONFIG)
-    if content.get("model_type") != "blackmamba":
-        raise InterchangeError(
-            f"{folder / CONFIG}: model_type is {content.get('model_type')!r}, not 'blackmamba': it has no code of ours"
-        )
+    config, content = hf.read_config(folder / CONFIG)
     elsewhere = [name for name in content.get("auto_map", {}).values() if "--" in str(name)]
     if elsewhere:
         raise InterchangeError(
             f"{folder / CONFIG}: auto_map takes the code from {elsewhere[0].split('--')[0]} on the hub, not from the "
             "folder. Remove that prefix from auto_map first"
         )
-    return parse_layers(need(content, "mamba_moe_layers", folder / CONFIG), folder / CONFIG)[0]
+    return config
 
 
 def _beside(path: Path) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_blackmamba import layers, norms
 from megatron_blackmamba.interchange.canonical import HEAD, Canonical
-from megatron_blackmamba.interchange.hf import to_json
+from megatron_blackmamba.interchange.hf import own_classes, to_json
 from megatron_blackmamba.interchange.observation import Observation, Router
 from megatron_blackmamba.ops.softcap import capped
 from megatron_blackmamba.routers import kind_of
@@ -20,8 +20,11 @@ from megatron_blackmamba.routers import kind_of
 @torch.inference_mode()
 def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     """Return the outputs of the Hugging Face modeling code."""
+    from megatron_blackmamba.hf import layers_blackmamba
     from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaConfig
 
+    for table, entry, own_class in own_classes(model.config):
+        getattr(layers_blackmamba, table)[entry] = own_class
     config = BlackMambaConfig(
         **{**to_json(model.config, model.sequence_length, torch.float32), "kernels": "torch", "auto_map": None}
     )
@@ -57,9 +60,7 @@ def _layer(config: Any, model: Canonical, index: int) -> Any:
     from megatron_blackmamba.hf.modeling_blackmamba import Layer
 
     with torch.device("meta"):
-        kind = layers.kind_of(model.config.pattern[index])
-        own = {str(kind.entry): kind.named("modeling")} if kind.modeling else {}
-        layer = Layer(config, index, *([own] if own else []))  # older modeling files take none
+        layer = Layer(config, index)
     prefix = f"decoder.layers.{index}."
     weights = {
         name.removeprefix(prefix): entry.load().float()

@@ -67,12 +67,12 @@ def _notes(ours: Canonical, theirs: Canonical, export: Path) -> list[str]:
         notes.append(f"{its} differs from {mine}")
     if mine is not None and (export / CONFIG).is_file() and "model_type" in read_json(export / CONFIG):
         notes += _generation_notes(ours, theirs, export)
-    return notes + _code_notes(ours.config.pattern, export)
+    return notes + _code_notes(ours, export)
 
 
-def _code_notes(pattern: str, export: Path) -> list[str]:
+def _code_notes(model: Canonical, export: Path) -> list[str]:
     """Return what differs from the code files of this version: transformers runs all that the folder has."""
-    notes, files = [], hf.modeling_files(pattern) if hf.code_files(export) else {}
+    notes, files = [], hf.modeling_files(model.config) if hf.code_files(export) else {}
     for name, ours in files.items():
         file = export / name
         if not file.is_file():

@@ -119,7 +119,8 @@ def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
 
 def obstacles(model: "ModelConfig") -> list[str]:
     """Return why layers of a model, or its last norm, have no class in the modeling files; empty if all have one."""
-    answers = [*(kind.exported(model) for kind in kinds_in(model.pattern)), norms.kind_of(model.final_norm).exported]
+    of_norm = norms.kind_of(model.final_norm).exported(model)
+    answers = (*(kind.exported(model) for kind in kinds_in(model.pattern)), of_norm)
     return [answer.reason for answer in answers if isinstance(answer, Cannot)]
 
 

@@ -24,15 +24,13 @@ class NormKind(Kind, ABC):
     """A norm between the last layer and the head. Import torch inside methods: the config reads these files too."""
 
     name: ClassVar[str]
-    """The value of model.final_norm; the modeling files in hf/ have a class for it unless `exported` says why not."""
+    """The value of model.final_norm."""
     module: ClassVar[str] = OWN_MODULE
     """The torch module of training, as "package.module:class": one that calls `apply`, or a faster one."""
     parameters: ClassVar[tuple[str, ...]]
     """Names of its parameters, of the shape `[D]`, in the order in which `apply` takes them."""
     released: ClassVar[bool] = False
     """Whether the released BlackMamba format has it."""
-    exported: ClassVar[bool | Cannot]
-    """Whether the modeling files have a class for it."""
     ones: ClassVar[tuple[str, ...]] = ("weight",)
     """Parameters that are one at first; the others are zero."""
 
@@ -43,3 +41,7 @@ class NormKind(Kind, ABC):
     def own(self, model: ModelConfig) -> tuple[Any, ...]:
         """Return the last argument of `apply`, the values of `settings`, if the kind has any."""
         return (self.settings_in(model),) if self.settings else ()
+
+    def exported(self, model: ModelConfig) -> bool | Cannot:
+        """Return whether exports have a class for it: `modeling`, of (width, epsilon) and the values of `settings`."""
+        return bool(self.modeling) or Cannot(f"the modeling files have no class for model.final_norm={self.name}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class LayerNorm(NormKind):
     name = "layer"
     parameters = ("weight", "bias")
-    exported = True
+    modeling = "megatron_blackmamba.hf.layers_blackmamba:WideLayerNorm"
     released = True
 
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:

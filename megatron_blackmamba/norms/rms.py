@@ -14,7 +14,7 @@ class RMSNorm(NormKind):
     name = "rms"
     module = "megatron_blackmamba.model.norms:RMSNorm"
     parameters = ("weight",)
-    exported = True
+    modeling = "megatron_blackmamba.hf.recurrent_blackmamba:RMSNorm"
 
     def apply(self, x: Tensor, parameters_D: tuple[Tensor, ...], eps: float) -> Tensor:
         import torch.nn.functional as F

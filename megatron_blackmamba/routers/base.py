@@ -327,11 +327,11 @@ class RouterKind(Kind, ABC):
         """Return True where every layout balances the same tokens together, so that all have one loss curve."""
 
     def exported(self, model: ModelConfig) -> bool | Cannot:
-        """Return whether exports serve a model trained with this kind; a kind with a class of its own in hf/ says True.
+        """Return whether exports serve a model trained with this kind: by `modeling`, of (config, experts), or without.
 
-        The class there for all kinds has one linear, routes as `use` says, and keeps no state but the bias.
+        The class in hf/ for all other kinds has one linear, routes as `use` says, and keeps no state but the bias.
         """
-        if self.is_plain and self.state == (("expert_bias",) if self.use(model).biased else ()):
+        if self.modeling or (self.is_plain and self.state == (("expert_bias",) if self.use(model).biased else ())):
             return True
         return Cannot(f"the modeling files have no class for model.router.kind={self.name}")
 

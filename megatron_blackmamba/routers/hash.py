@@ -25,6 +25,7 @@ class Hash(RouterKind):
     balances_micro_batches = False
     learned = False
     reads_ids = True
+    modeling = "megatron_blackmamba.hf.layers_blackmamba:HashRouter"
 
     def choose(self, logits_TE: Tensor, at: Tokens) -> Tensor:
         return largest(self.selecting(logits_TE, at), at.model.top_k)
@@ -40,9 +41,6 @@ class Hash(RouterKind):
         return Use("softmax", normalized=True)  # of equal logits: 1 / K
 
     def layouts(self, model: ModelConfig) -> bool:
-        return True
-
-    def exported(self, model: ModelConfig) -> bool:
         return True
 
 

@@ -27,17 +27,6 @@ class Mean(RunningMean):
         return ["a window of 13"] if self.settings_in(model).window == 13 else []
 
 
-class ShiftSettings(Section):
-    factor: float = 1.0
-
-
-class Shift(ShiftedNorm):
-    settings = ShiftSettings
-
-    def apply(self, x, parameters_D, eps, settings):
-        return super().apply(x, parameters_D, eps) * settings.factor
-
-
 class LionSettings(Section):
     sharpness: float = Field(1.0, gt=0)
 
@@ -64,7 +53,7 @@ class Scaled(Unbalanced):
 
 
 layers.register(Mean)
-norms.register(Shift)
+norms.register(ShiftedNorm)
 optimizers.register(SharpLion)
 routers.register(FirstExperts)
 routers.register(Scaled)

@@ -14,6 +14,7 @@ class FirstExpertsSettings(Section):
 class FirstExperts(Unbalanced):
     name = "first_experts"
     settings = FirstExpertsSettings
+    modeling = "tests.routers.exported_first_experts:FirstExperts"
 
     def problems(self, model):
         count = self.settings_in(model).count

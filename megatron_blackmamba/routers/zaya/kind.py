@@ -33,6 +33,7 @@ class Zaya(RouterKind):
     depends_on = "the token, the routers of earlier layers, and the expert loads of earlier steps"
     balances_micro_batches = False
     module = f"{__package__}.module:ZayaRouter"
+    modeling = "megatron_blackmamba.hf.layers_blackmamba:ZayaRouter"
     state = ("expert_bias", "bias_mean", "bias_square", "bias_steps")
     by_adam = ("down", "first", "second")
     metrics = MappingProxyType({**BIAS_METRICS, "skipped": "Share of choices that skip the experts"})
@@ -81,9 +82,6 @@ class Zaya(RouterKind):
         return Use("softmax", biased=True, scale=model.router.scale)
 
     def layouts(self, model: ModelConfig) -> bool:
-        return True
-
-    def exported(self, model: ModelConfig) -> bool:
         return True
 
     def flops(self, model: ModelConfig) -> int:
