@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import cached_property, partial
+from itertools import zip_longest
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from megatron_blackmamba.layers.cost import Cost, CostOfWeights
 from megatron_blackmamba.layers.decoding import Decoding
+from megatron_blackmamba.layers.recurrent import KindDecoding
 from megatron_blackmamba.layers.rows import ROWS, WHOLE, Stack, Weight
 from megatron_blackmamba.registry import Cannot, Kind, KindError
 
@@ -42,7 +44,9 @@ class LayerKind(Kind, ABC):
     between: ClassVar[Callable[..., Tensor] | None] = None
     """A method that returns what out_proj reads, of a kind whose weights are in_proj, out_proj and vectors or matrices.
 
-    It gets each part of in_proj's rows by its name, `[B, S, part]`, each other weight by its name, and `inputs`.
+    It gets each part of in_proj's rows by its name, `[B, S, part]`, each other weight by its name, and `inputs`, which
+    in decoding has reset_BS and keep_BL1 alone; also `settings`, if the kind has any. If `state` names tensors, it gets
+    these too, None before the first token, and returns a tuple: its output, and these tensors after the last token.
     """
     mixer: ClassVar[str | None] = None
     """In place of `between`, the torch module as "package.module:class" of (config, layer_number, pg_collection).
@@ -52,7 +56,7 @@ class LayerKind(Kind, ABC):
     cost: ClassVar[str | None] = None
     """The subclass of Cost, as "package.module:class"; None: that of the products with its weights."""
     decode: ClassVar[str | Cannot | None] = None
-    """The subclass of Decoding, as "package.module:class", or why there is none."""
+    """The subclass of Decoding, as "package.module:class", or why there is none; None: `between` and `state`."""
 
     keys: ClassVar[tuple[str, ...]] = ()
     """Keys and sections of `model:` that only some kinds read, such as ("attention", "expand")."""
@@ -118,6 +122,29 @@ class LayerKind(Kind, ABC):
     def weights(self, model: ModelConfig) -> dict[str, Weight]:
         """Return the mixer's parameters by canonical name: `by_rows`, `by_columns` or `whole` of `layers.rows`."""
 
+    def state(self, model: ModelConfig) -> dict[str, tuple[int, ...]] | None:
+        """Return the shapes of what `between` remembers of a sequence, by name; {}: nothing; None: it cannot decode."""
+        return None
+
+    def computed(
+        self, rows: Weight, projected: Tensor, given: dict[str, Any], model: ModelConfig, before: Any = ()
+    ) -> list[Tensor]:
+        """Return what `between` computes of in_proj's rows, in their dtype, and the state behind them.
+
+        Args:
+            given: The other weights, and `inputs`.
+            before: The state before them; by default None.
+        """
+        named = tuple(self.state(model) or ())
+        given = given | dict(zip(rows.rows, rows.split(projected), strict=True)) | dict(zip_longest(named, before))
+        given |= {"settings": self.settings_in(model)} if self.settings else {}
+        found = self.between(**given)  # type: ignore[misc]
+        y, *after = found if isinstance(found, tuple) else (found,)
+        if len(after) != len(named):
+            expected = ", ".join(("the output", *named))
+            raise KindError(f"{type(self).__name__}.between returned {1 + len(after)} tensors. Return {expected}.")
+        return [y.to(projected.dtype), *after]
+
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Return the whole shape of each."""
         weights = self.weights(model)
@@ -145,12 +172,6 @@ class LayerKind(Kind, ABC):
 
     entry: ClassVar[str | Cannot | None] = None
     """The layer's entry in an export's list of layers, or why there is none."""
-
-    modeling: ClassVar[str | None] = None
-    """The layer's class in exports, as "package.module:class", if it is not in `hf/`. Exports get a copy of the file.
-
-    Beside torch and transformers it imports only from `megatron_blackmamba.hf`.
-    """
 
     def exported(self, model: ModelConfig) -> str | Cannot:
         """Return the entry of a model's layers."""
@@ -186,9 +207,11 @@ class LayerKind(Kind, ABC):
 
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         """Return how the layer decodes."""
+        if self.decode is None and self.mixer is None and self.state(model) is not None:
+            return KindDecoding(self, model)
         if self.decode is None:
-            what = f"{self.name} layers ({self.letter}) cannot generate, nor be scored"
-            return Cannot(f"{what}: {type(self).__name__}.decode names no class (docs/extending.md)")
+            what, kind = f"{self.name} layers ({self.letter}) cannot generate, nor be scored", type(self).__name__
+            return Cannot(f"{what}: {kind} has no `state` beside `between`, nor `decode` (docs/extending.md)")
         return self.decode if isinstance(self.decode, Cannot) else self._made("decode").of(model)
 
     @property
@@ -204,11 +227,3 @@ class LayerKind(Kind, ABC):
         if missing := sorted(found.__abstractmethods__):
             raise KindError(f"{found.__name__} does not define: {', '.join(missing)}. Define each.")
         return found
-
-    def named(self, file: str) -> Any:
-        """Return the class that `mixer`, `cost` or `decode` names."""
-        name = getattr(self, file)
-        try:
-            return resolve_name(name)
-        except (ImportError, AttributeError) as error:
-            raise KindError(f"{type(self).__name__}.{file}={name!r} cannot be imported: {error}") from error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_blackmamba.layers.decoding import Decoding, Inputs, Runner
@@ -91,10 +92,8 @@ def convolved(x: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: T
 class ProjectedDecoding(Decoding):
     """A layer between in_proj and out_proj; the rows of one of its projections have names."""
 
-    @staticmethod
-    @abstractmethod
-    def rows_of(model: ModelConfig) -> Weight:
-        """Return what the kind declares of this projection."""
+    rows_of: ClassVar[Callable[[ModelConfig], Weight]]
+    """What the kind declares of this projection."""
 
     def __init__(self, rows: Weight) -> None:
         self.rows = rows
@@ -123,3 +122,29 @@ class ProjectedDecoding(Decoding):
         from megatron_blackmamba.ops.matvec import product
 
         return product(self.mixed(run, layer, product(x_BLD, layer.in_proj), memory, inputs), layer.out_proj)
+
+
+class KindDecoding(ProjectedDecoding):
+    """The decoding of a kind that computes `between` its projections, and whose `state` names what it remembers."""
+
+    def __init__(self, kind: Any, model: ModelConfig) -> None:
+        super().__init__(kind.weights(model)["in_proj.weight"])
+        self.kind = kind
+
+    def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
+        exact = self.kind.kept_in_fp32
+        weights = {name: get(name) if name in exact else get(name, dtype) for name in self.kind.weights(model)}
+        in_proj, out_proj = (weights.pop(f"{name}.weight") for name in ("in_proj", "out_proj"))
+        return SimpleNamespace(in_proj=in_proj, out_proj=out_proj, own=weights)
+
+    def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        return tuple((self.kind.state(model) or {}).values())
+
+    def mixed(self, run: Runner, layer: Any, projected: Tensor, memory: list[Tensor], inputs: Inputs | None) -> Tensor:
+        keep_BL1, reset_BS = (None, None) if inputs is None else (inputs.keep_BL1, inputs.reset_BL)
+        tokens = projected[:, None] if inputs is None else projected if keep_BL1 is None else projected * keep_BL1
+        given = layer.own | {"inputs": SimpleNamespace(keep_BL1=keep_BL1, reset_BS=reset_BS)}
+        y, *after = self.kind.computed(self.rows, tokens, given, run.config, memory)
+        for old, new in zip(memory, after, strict=True):
+            old.copy_(new)
+        return y[:, 0] if inputs is None else y

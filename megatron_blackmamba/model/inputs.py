@@ -18,3 +18,5 @@ class LayerInputs:
     """The documents that attention stays within; None: it crosses them."""
     carried_SBR: Tensor | None = None
     """What the last router left for the next, of this rank's tokens; routers that `carried` says so write it."""
+    keep_BL1: None = None
+    """Training has no padding; decoding has 0 there."""

@@ -67,6 +67,4 @@ class KindMixer(RecurrentMixer):
         for name in (name for name, weight in self.own.items() if weight.axis is None):
             # Each rank reads it for channels of its own, so its gradients are summed over the ranks.
             weights[name] = copy_to_tensor_model_parallel_region(weights[name], group=self.tp_group)
-        parts = dict(zip(self.parts.rows, self.parts.split(projected_BSX), strict=True))
-        assert self.kind.between
-        return self.kind.between(**parts, **weights, inputs=inputs)
+        return self.kind.computed(self.parts, projected_BSX, weights | {"inputs": inputs}, self.config.described)[0]

@@ -7,7 +7,7 @@ from tests.layers.running_mean.kind import RunningMean
 class Fused(RunningMean):
     """The running mean, times the sigmoid of a gate."""
 
-    letter, name, mixer = "F", "gated mean", None
+    letter, name = "F", "gated mean"
     entry, modeling = Cannot("gated mean layers (F) have no class in the modeling files"), None
 
     def weights(self, model):
@@ -17,10 +17,9 @@ class Fused(RunningMean):
     def initial(self, name, shape, model, random):
         return super().initial("gain" if name == "scale" else name, shape, model, random)
 
-    def between(self, x, gate, gain, scale, inputs):
-        from tests.layers.running_mean.arithmetic import mean
-
-        return mean(x, inputs.reset_BS) * gate.sigmoid() * gain * scale
+    def between(self, gate, scale, **rest):
+        y, *after = super().between(**rest)
+        return y * gate.sigmoid() * scale, *after
 
 
 class Untold(Fused):

@@ -38,27 +38,8 @@ def test_fused_rows_resume_under_tensor_parallelism(went):
     assert len(went["losses"]["moved"]) == 6
 
 
-def test_plan_counts_new_kind(went):
-    flops, kept = went["counted"]["answer"]
-    planned_flops, planned_kept, parameters = went["planned"]["answer"]
-    assert planned_flops == flops
-    assert planned_kept == pytest.approx(kept, rel=0.05)
-    assert parameters == 2 * (2 * 64 * 64 + 64)
-
-
-@pytest.mark.parametrize("case", [0, 1], ids=["without_resets", "with_resets"])
-def test_new_kind_decodes(went, case):
-    assert went["decoded"]["answer"][case] < 1e-4
-
-
 def test_new_kind_is_saved_from_memory(went):
     assert went["saved"]["answer"] is True
-
-
-@pytest.mark.parametrize("case", [0, 1], ids=["without_resets", "with_resets"])
-def test_export_of_new_kind_computes_as_training(went, case):
-    """transformers loads the copied file; its state goes from piece to piece through the cache."""
-    assert went["exported"]["answer"][case] < 1e-4
 
 
 def test_export_refuses_new_kind_by_name(went):
@@ -83,9 +64,7 @@ def test_answers_of_a_kind_follow_from_its_weights():
         assert [size for _, size, _ in kind.divisions(model)] == [64, 128, 64]
         assert kind.costs.flops(model, 32) == {"plain": 2 * 4 * 64 * 64}
         assert layers.obstacles(model) == ["plain layers (P) have no class in the modeling files"]
-        with pytest.raises(
-            GenerationError, match=r"plain layers \(P\) cannot generate.*: Plain\.decode names no class"
-        ):
+        with pytest.raises(GenerationError, match=r"plain layers \(P\) cannot generate.*: Plain has no `state` beside"):
             decodings(model)
     finally:
         layers.unregister("P")

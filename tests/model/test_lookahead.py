@@ -9,7 +9,7 @@ from megatron_blackmamba import layers, norms, routers
 from megatron_blackmamba.config import load
 from megatron_blackmamba.model import lookahead
 from tests.layers.fused import Fused
-from tests.layers.running_mean.arithmetic import mean
+from tests.layers.running_mean.exported import sums
 from tests.layers.running_mean.kind import RunningMean
 from tests.model.shifted_norm import ShiftedNorm
 from tests.routers.levelled.kind import Levelled
@@ -30,6 +30,9 @@ class Own(Fused):
     """What a user may write between two projections."""
 
     letter, name = "O", "own"
+
+    def state(self, model):
+        return None
 
     def between(self, x, gate, gain, scale, inputs):
         return self.mix(x, inputs) * gate.sigmoid() * gain * scale
@@ -61,7 +64,7 @@ class Hidden(WholeMean):
 
 class Forgetless(Own):
     def mix(self, x, inputs):
-        return mean(x, None)
+        return sums(x, None, None)
 
 
 class Careful(Own):
@@ -102,8 +105,8 @@ class BalancedRouter(Unbalanced):
 class AheadNorm(ShiftedNorm):
     name = "ahead"
 
-    def apply(self, x, parameters_D, eps):
-        return super().apply(x / x.norm(dim=0, keepdim=True), parameters_D, eps)
+    def apply(self, x, parameters_D, eps, settings):
+        return super().apply(x / x.norm(dim=0, keepdim=True), parameters_D, eps, settings)
 
 
 def refuse(kinds, *overrides):

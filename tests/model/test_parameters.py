@@ -6,10 +6,14 @@ import torch
 from megatron_blackmamba import layers, model
 from megatron_blackmamba.config import ParallelConfig, load
 from megatron_blackmamba.layers import by_rows, whole
+from megatron_blackmamba.model.linears import column, row
+from megatron_blackmamba.model.sharding import empty
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.registry import KindError
 from megatron_blackmamba.runtime import world
 from tests.layers.running_mean.kind import RunningMean
+
+from megatron.core.transformer.module import MegatronModule
 
 ALWAYS_FP32 = ("A_log", ".D", "dt_proj.bias", "dt_bias")
 
@@ -22,43 +26,47 @@ def test_the_papers_models_have_exactly_their_parameters(name, total):
         assert sum(parameter.numel() for parameter in built.parameters()) == total
 
 
-class Misshapen(RunningMean):
-    letter = "W"
+class FixedMixer(MegatronModule):
+    """The parameters of the running mean, whatever its kind declares."""
 
+    def __init__(self, config, layer_number, pg_collection):
+        super().__init__(config)
+        D, tp_group = config.hidden_size, pg_collection.tp
+        self.gain = empty(D // tp_group.size(), dtype=config.params_dtype)
+        self.in_proj, self.out_proj = column(D, D, config, tp_group), row(D, D, config, tp_group)
+
+
+class Fixed(RunningMean):
+    letter, mixer = "W", f"{__name__}:FixedMixer"
+
+
+class Misshapen(Fixed):
     def weights(self, model):
         return super().weights(model) | {"gain": by_rows(x=128)}
 
 
-class Shaped(RunningMean):
-    letter = "W"
-
+class Shaped(Fixed):
     def weights(self, model):
         return super().weights(model) | {"gain": (64,)}
 
 
-class Silent(RunningMean):
-    letter = "W"
-
+class Silent(Fixed):
     def weights(self, model):
         return {name: weight for name, weight in super().weights(model).items() if name != "gain"}
 
 
-class Turned(RunningMean):
-    letter = "W"
-
+class Turned(Fixed):
     def weights(self, model):
         return super().weights(model) | {"out_proj.weight": by_rows(64, out=64)}
 
 
-class Imagined(RunningMean):
-    letter = "W"
-
+class Imagined(Fixed):
     def weights(self, model):
         return super().weights(model) | {"bias": whole(x=64)}
 
 
-class Mixerless(RunningMean):
-    letter, mixer = "W", "tests.layers.running_mean.mixer:Mixture"
+class Mixerless(Fixed):
+    mixer = "tests.layers.running_mean.mixer:Mixture"
 
 
 @pytest.mark.parametrize(

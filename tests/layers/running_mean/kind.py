@@ -1,18 +1,12 @@
 """The mean of all tokens so far, between two projections, times a gain for each channel."""
 
-from megatron_blackmamba.layers import Division, LayerKind, by_columns, by_rows
+from megatron_blackmamba.layers import LayerKind, by_columns, by_rows
 
 
 class RunningMean(LayerKind):
     letter, name = "A", "running mean"
-    mixer = f"{__package__}.mixer:MeanMixer"
-    cost = f"{__package__}.cost:MeanCost"
-    decode = f"{__package__}.decode:MeanDecoding"
-    modeling = f"{__package__}.exported:MeanMixer"
     part, entry = "mean", "mean"
-
-    def divisions(self, model):
-        return [Division("model.hidden_size", model.hidden_size, "tensor")]
+    modeling = f"{__package__}.exported:MeanMixer"
 
     def weights(self, model):
         D = model.hidden_size
@@ -22,3 +16,12 @@ class RunningMean(LayerKind):
         import torch
 
         return torch.ones(shape) if name == "gain" else None
+
+    def state(self, model):
+        return {"total": (model.hidden_size,), "count": (1,)}
+
+    def between(self, x, gain, inputs, total, count):
+        from .exported import mean
+
+        y, total, count = mean(x, inputs.keep_BL1, inputs.reset_BS, total, count)
+        return y * gain, total, count
