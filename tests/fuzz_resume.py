@@ -30,7 +30,8 @@ from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.open import open_model
 from megatron_blackmamba.interchange.parity import ParityError
 from megatron_blackmamba.runtime import exits, layout
-from tests.fuzz_values import AXES, LETTERS, VALUES, WIDTHS
+from tests.fuzz_values import AXES, VALUES, WIDTHS
+from tests.layers.sizes import LETTERS, SIZES
 from tests.training.forks import Forks, Job
 
 STEPS = 5
@@ -109,8 +110,8 @@ def draw(seed: int) -> Case:
     """Return the case of a seed: every key of `VALUES` gets a value now and then, as long as the config is valid."""
     chance = random.Random(seed)
     pattern = "".join(chance.choices(LETTERS, k=chance.randint(1, 4)))
-    words = {"model.pattern": pattern} | {k: v for letter in dict.fromkeys(pattern) for k, v in WIDTHS[letter].items()}
-    words = sized(words | WIDTHS[""])
+    words = {"model.pattern": pattern} | {k: v for letter in pattern for k, v in SIZES.get(letter, {}).items()}
+    words = sized(words | WIDTHS)
     drawn = []
     often = chance.choice((0.1, 0.25, 0.5))
     for key in chance.sample(sorted(VALUES), len(VALUES)):
@@ -269,7 +270,7 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replace(case, after=case.before, ranks_after=case.ranks_before)
     for half in halves(case.drawn):
         words = {key: value for key, value in case.words.items() if key not in half}
-        small = {key: value for part in WIDTHS.values() for key, value in part.items()}
+        small = {key: value for part in (WIDTHS, *SIZES.values()) for key, value in part.items()}
         words = sized(words | {key: small[key] for key in half if key in small})
         if fitting(words, case):
             yield replace(case, words=words, drawn=tuple(key for key in case.drawn if key not in half))
@@ -277,7 +278,7 @@ def simpler(case: Case) -> Iterator[Case]:
     for place in range(len(pattern)):
         words = case.words | {"model.pattern": pattern[:place] + pattern[place + 1 :]}
         if pattern.count(pattern[place]) == 1:
-            words = {key: value for key, value in words.items() if key not in WIDTHS[pattern[place]]}
+            words = {key: value for key, value in words.items() if key not in SIZES.get(pattern[place], {})}
         if len(pattern) > 1 and fitting(words, case):
             yield replace(case, words=words)
     alone = replace(case, before={}, after={}, ranks_before=1, ranks_after=1)

@@ -1,28 +1,17 @@
 """The values that `tests.fuzz_resume` draws from, by key, and why it leaves the other keys alone."""
 
 AXES = ("tensor", "pipeline", "context", "expert", "expert_tensor")
-EXPERTS = {"model.experts": "4", "model.expert_hidden_size": "16"}
 WIDTHS = {
-    "": {
-        "model.hidden_size": "32",
-        "model.vocab_size": "64",
-        "data.sequence_length": "16",
-        "training.global_batch": "8",
-        "training.micro_batch": "1",
-        "training.precision": "fp64",
-        "training.evaluate_every": "0",
-        "optimizer.learning_rate": "0.01",
-    },
-    "M": {"model.state_size": "4"},
-    "S": {"model.mamba2.head_dim": "8", "model.mamba2.state_size": "4"},
-    "R": {"model.mamba3.head_dim": "8", "model.mamba3.state_size": "4"},
-    "G": {"model.delta.head_dim": "8", "model.delta.key_dim": "4"},
-    "E": EXPERTS,
-    "*": {"model.attention.heads": "4"},
-    "-": {"model.mlp_hidden_size": "16"},
+    "model.hidden_size": "32",
+    "model.vocab_size": "64",
+    "data.sequence_length": "16",
+    "training.global_batch": "8",
+    "training.micro_batch": "1",
+    "training.precision": "fp64",
+    "training.evaluate_every": "0",
+    "optimizer.learning_rate": "0.01",
 }
-"""What keeps a model small, by the letter that needs it; drawn values may stand in for these."""
-LETTERS = "".join(WIDTHS)
+"""What keeps a model small, beside `tests.layers.sizes`; drawn values may stand in for these."""
 FACTORS = ("0", "0.5", "2")
 GROUPS = ("embedding", "head", "norms", "router", "recurrence", "mixers", "experts")
 VALUES: dict[str, tuple[str, ...]] = {

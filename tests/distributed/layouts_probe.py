@@ -18,12 +18,14 @@ import torch.distributed as dist
 
 from megatron_blackmamba import data, model
 from megatron_blackmamba.config import RunConfig, load
+from megatron_blackmamba.layers import kind_of
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.training.step.feed import micro_batches
 from megatron_blackmamba.training.step.learning_rates import Schedule
 from megatron_blackmamba.training.step.optimizer import make_trainable
 from megatron_blackmamba.training.step.step import Batch, Step
+from tests.layers.sizes import LETTERS, small
 from tests.runtime.ranks import fork_ranks, import_once
 
 SMALL = ["data.sequence_length=32", "training.global_batch=8", "training.micro_batch=2", "training.tokens=51200"]
@@ -37,10 +39,13 @@ TRANSFORMER_MOE = ["model.pattern=*E*E", "model.attention.heads=4"]
 MAMBA2 = ["model.pattern=SERE", "model.mamba2.head_dim=16", "model.mamba2.state_size=16", "model.mamba2.groups=2"]
 MAMBA2 += ["model.mamba3.head_dim=16", "model.mamba3.state_size=16", "model.mamba3.groups=2"]
 MIMO = [*MAMBA2, "model.pattern=RERE", "model.mamba3.rank=3", "model.mamba3.output_norm=true", "model.eod_reset=397"]
+ALL = [*MAMBA2, *small(), f"model.pattern='{LETTERS}'", "model.eod_reset=397"]
 PARALLEL = ["model.arrangement=parallel"]
+CUTTABLE = "".join(letter for letter in LETTERS if kind_of(letter).cut is None)
 CUT = [
     *MAMBA2,
-    "model.pattern=MER*ES",
+    *small(CUTTABLE),
+    f"model.pattern='{CUTTABLE}'",
     "model.attention.heads=4",
     "model.attention.kv_heads=2",
     "model.eod_reset=397",
@@ -136,9 +141,11 @@ RUNS: dict[str, tuple[int, list[str]]] = {
     "fp32_solo": (1, FP32),
     "fp32_ep2": (2, [*FP32, "parallel.expert=2"]),
     "fp32_cp2": (2, [*FP32, "parallel.context=2"]),
-    "cut_solo": (1, CUT),
-    "cut_cp2": (2, [*CUT, "parallel.context=2", "training.recompute=layers"]),
-    "cut_cp2_tp2": (4, [*CUT, "parallel.context=2", "parallel.tensor=2"]),
+    "letters_cut_solo": (1, CUT),
+    "letters_cut_cp2": (2, [*CUT, "parallel.context=2", "training.recompute=layers"]),
+    "letters_cut_cp2_tp2": (4, [*CUT, "parallel.context=2", "parallel.tensor=2"]),
+    "letters_solo": (1, ALL),
+    "letters_tp2": (2, [*ALL, "parallel.tensor=2"]),
     "shipped_solo": (1, []),
     "shipped_dp2": (2, []),
     "mamba2_solo": (1, MAMBA2),

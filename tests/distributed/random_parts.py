@@ -22,20 +22,16 @@ from torch import Tensor
 from megatron_blackmamba import model
 from megatron_blackmamba.config import load
 from megatron_blackmamba.data.batches import BatchStream
+from megatron_blackmamba.layers import unread_keys
 from megatron_blackmamba.ops import attention
 from megatron_blackmamba.runtime import world
+from tests.layers.sizes import PASSING, small
 from tests.runtime.ranks import fork_ranks, import_once
 
 EOD, VOCABULARY = 0, 16
-SMALL = [
-    *("model.hidden_size=16", f"model.vocab_size={VOCABULARY}", "model.state_size=4", "training.precision=fp64"),
-    *("model.mamba2.head_dim=8", "model.mamba2.state_size=4", "model.mamba3.head_dim=8", "model.mamba3.state_size=4"),
-    *("model.delta.head_dim=8", "model.delta.key_dim=4"),
-    *("model.attention.heads=4", "model.attention.kv_heads=2", f"model.eod_reset={EOD}"),
-]
-PATTERNS = ("M", "S", "R", "G", "*", "MSR*G")
-READ_BY = {"state_size": "M", "conv_kernel": "MSG", "mamba2": "S", "mamba3": "R", "delta": "G", "attention": "*"}
-"""Keys of `model:` that only some letters read; other models refuse them."""
+SMALL = ["model.hidden_size=16", f"model.vocab_size={VOCABULARY}", f"model.eod_reset={EOD}", "training.precision=fp64"]
+SMALL += [*small(PASSING), "model.attention.kv_heads=2"]
+PATTERNS = (*PASSING, PASSING)
 VARIANTS = {
     "taps 2": ["model.conv_kernel=2"],
     "taps 4": ["model.conv_kernel=4", "model.attention.rotary=false"],
@@ -75,10 +71,11 @@ def case(number: int) -> Case:
 
 
 def overrides(at: Case, context: int) -> list[str]:
+    unread = unread_keys(at.pattern)  # a model refuses some of them
     read = [
         override
         for override in [*SMALL, *VARIANTS[at.variant]]
-        if set(READ_BY.get(override.split("=")[0].split(".")[1], at.pattern)) & set(at.pattern)
+        if override.partition("=")[0].split(".")[1] not in unread
     ]
     return [*read, f"model.pattern={at.pattern}", f"parallel.context={context}"]
 

@@ -12,24 +12,20 @@ import torch
 
 from megatron_blackmamba import layers
 from megatron_blackmamba.config import load
-from megatron_blackmamba.registry import import_extensions
 from megatron_blackmamba.runtime import world
 from tests.layers.fused import Fused, Untold
 from tests.layers.running_mean.kind import RunningMean
+from tests.layers.sizes import LETTERS, small
 from tests.runtime.ranks import fork_ranks, import_once
 
-HEADS = ["model.mamba2.head_dim=16", "model.mamba2.state_size=8", "model.mamba2.groups=2", "model.mamba3.groups=2"]
-HEADS += ["model.mamba3.head_dim=16", "model.mamba3.state_size=8", "model.attention.heads=4"]
-HEADS += ["model.delta.head_dim=16", "model.delta.key_dim=8", "model.delta.key_heads=4"]
-HEADS += ["model.attention.kv_heads=2", "model.mlp_hidden_size=96", "model.vocab_size=64"]
+GROUPS = ["model.mamba2.groups=2", "model.mamba3.groups=2", "model.delta.key_heads=4", "model.attention.kv_heads=2"]
+HEADS = [*small(), *GROUPS, "model.vocab_size=64"]
 MORE = ["model.mamba_norms=true", "model.mamba2.heads=6", "model.mamba3.rank=3", "model.mamba3.output_norm=true"]
 MORE += ["model.attention.qk_norm=true", "model.attention.head_dim=10", "model.gated=false", "model.activation=relu2"]
 MORE += ["model.delta.variant=gdn2", "model.delta.decay_rank=6", "model.delta.negative_eigenvalues=true"]
 MORE += ["model.shared_expert_hidden_size=48", "model.latent_size=20", "model.top_k=2", "model.router.kind=expert_bias"]
-import_extensions()
-HERE = {kind.letter for kind in layers.all_kinds()}
-ADDED = [kind for kind in (RunningMean, Fused, Untold) if kind.letter not in HERE]
-ALL = "".join(kind.letter for kind in (*layers.all_kinds(), *ADDED))
+ADDED = [kind for kind in (RunningMean, Fused, Untold) if kind.letter not in LETTERS]
+ALL = LETTERS + "".join(kind.letter for kind in ADDED)
 MODELS = {"plain": [f"model.pattern='{ALL}'"], "more": ["model.pattern='MSRG*-E'", *MORE]}
 """A layer of each kind, the one that lies last, and of those with options with them."""
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_blackmamba import layers
 from megatron_blackmamba.config.load import keys
 from tests import fuzz_resume
 from tests.fuzz_resume import Case, Failed, draw, sized
-from tests.fuzz_values import LETTERS, NOT_DRAWN, VALUES, WIDTHS
+from tests.fuzz_values import NOT_DRAWN, VALUES, WIDTHS
+from tests.layers.sizes import SIZES
 from tests.thorough import thorough
 
 EXPERTS, PIPELINE, GROUPS = {"model.pattern": "ME"}, {"model.pattern": "MEMM"}, {"model.pattern": "E"}
@@ -26,13 +26,9 @@ TWO_STAGES, TWO_PARTS = {"parallel.pipeline": "2"}, {"parallel.expert": "2"}
 
 
 def case(words, before, ranks, after, ranks_after):
-    for letter in ("", *words["model.pattern"]):
-        words = WIDTHS[letter] | words
-    return Case(sized(words), before, ranks, after, ranks_after, 2, killed=False)
-
-
-def test_every_letter_is_drawn_from():
-    assert set(LETTERS) == {kind.letter for kind in layers.all_kinds()}
+    for letter in words["model.pattern"]:
+        words = SIZES.get(letter, {}) | words
+    return Case(sized(WIDTHS | words), before, ranks, after, ranks_after, 2, killed=False)
 
 
 @pytest.mark.xdist_group("forks")
