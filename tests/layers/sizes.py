@@ -4,10 +4,6 @@ from megatron_blackmamba import layers
 from megatron_blackmamba.registry import import_extensions
 
 import_extensions()
-LETTERS = "".join(kind.letter for kind in layers.all_kinds())
-"""Those of the package, and of the modules in BLACKMAMBA_IMPORT."""
-PASSING = "".join(kind.letter for kind in layers.all_kinds() if kind.cut is None and not kind.routed)
-"""Those whose sequences parallel.context may cut."""
 SIZES = {
     "M": {"model.state_size": "4"},
     "S": {"model.mamba2.head_dim": "8", "model.mamba2.state_size": "4"},
@@ -17,6 +13,10 @@ SIZES = {
     "*": {"model.attention.heads": "4"},
     "-": {"model.mlp_hidden_size": "16"},
 }
+LETTERS = "".join(dict.fromkeys([*SIZES, *(kind.letter for kind in layers.all_kinds())]))
+"""Those of the package, and of the modules in BLACKMAMBA_IMPORT."""
+PASSING = "".join(kind.letter for kind in map(layers.kind_of, LETTERS) if kind.cut is None and kind.letter not in "E-")
+"""Those whose states parallel.context passes on."""
 
 
 def small(letters: str = LETTERS) -> list[str]:
