@@ -1,7 +1,7 @@
 """Reading a checkpoint tensor by tensor: no GPU, no process group, memory for one tensor at a time."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,11 @@ class CheckpointReader:
         """Return the tokenizer of the data, if the run had one."""
         path = self.folder / "tokenizer.json"
         return path if path.is_file() else None
+
+    @property
+    def eod_id(self) -> int | None:
+        """Return the end-of-document id of the data; None if an older version saved the checkpoint."""
+        return eod_id(self.state)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Name and whole shape of every weight."""
@@ -100,6 +105,11 @@ def read_state(folder: Path, parts: Sequence[str] = ("config",)) -> dict[str, An
     if lacks:
         raise manifest.CheckpointError(f"{path}: refused: it has no {lacks[0]}")
     return state
+
+
+def eod_id(state: Mapping[str, Any]) -> int | None:
+    """Return the end-of-document id of the data that a checkpoint's state describes, if it tells."""
+    return ((state.get("data") or {}).get("tokenizer") or {}).get("eod_id")
 
 
 def saved_config(folder: Path, state: dict[str, Any]) -> RunConfig:

@@ -198,7 +198,12 @@ def _describe_tokenizer(shards: Sequence[Shard]) -> dict[str, Any]:
     manifest = shards[0].manifest
     beside = (shard.prefix.parent / "tokenizer.json" for shard in shards)
     file = next((path for path in beside if _sha256(path) == manifest.tokenizer_sha256), None)
-    return {"name": manifest.tokenizer, "sha256": manifest.tokenizer_sha256, "file": file and str(file.resolve())}
+    return {
+        "name": manifest.tokenizer,
+        "sha256": manifest.tokenizer_sha256,
+        "eod_id": manifest.eod_id,
+        "file": file and str(file.resolve()),
+    }
 
 
 def _sha256(path: Path) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, Past
+from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError, Past, tokenizer_of
 from megatron_blackmamba.interchange.hf import function_of
 from megatron_blackmamba.interchange.open import existing_folder
 
@@ -76,5 +76,6 @@ def _mean(entries: Sequence[Entry], shares: Sequence[float]) -> Tensor:
     return total.float()
 
 
-def _tokenizer(model: Canonical) -> bytes | None:
-    return None if model.tokenizer is None else model.tokenizer.read_bytes()
+def _tokenizer(model: Canonical) -> tuple[str, int] | None:
+    tokenizer = tokenizer_of(model)
+    return None if tokenizer is None else (tokenizer.sha256, tokenizer.eod_id)

@@ -68,6 +68,8 @@ class Canonical:
     """Whether these are the averaged weights of a checkpoint."""
     unread: tuple[str, ...] = ()
     """Tensors of the source that it leaves out, for messages."""
+    eod_id: int | None = None
+    """The id that ends documents, if the source records it; else the tokenizer's files tell."""
 
     def __post_init__(self) -> None:
         expected = shapes(self.config)
@@ -111,7 +113,7 @@ def tokenizer_of(model: Canonical) -> Tokenizer | None:
     """Return the model's tokenizer, if any; refuse one with ids that have no embedding."""
     if model.tokenizer is None:
         return None
-    tokenizer = load_tokenizer(model.tokenizer)
+    tokenizer = load_tokenizer(model.tokenizer, eod=model.eod_id)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise InterchangeError(
             f"{model.tokenizer}: has ids up to {tokenizer.vocab_size - 1:,}, but vocab_size of {model.source} is "
@@ -132,10 +134,13 @@ def in_memory(
     return Canonical(config, entries, source, **more)
 
 
-def cast(model: Canonical, dtype: torch.dtype) -> Canonical:
-    """Return the same model in another precision; parameters of the recurrence stay in fp32."""
-    kept = kept_in_fp32(model.config)
-    types = {name: torch.float32 if name.endswith(kept) else dtype for name in model.entries}
+def cast(model: Canonical, dtype: torch.dtype | None, like: Canonical | None = None) -> Canonical:
+    """Return the same model in another precision; parameters of the recurrence become fp32.
+
+    Without `dtype`, each other tensor has the precision that it has in `like`, by default its own.
+    """
+    kept, own = kept_in_fp32(model.config), (like or model).entries
+    types = {name: torch.float32 if name.endswith(kept) else dtype or own[name].dtype for name in model.entries}
     return replace(model, entries={name: converted(entry, types[name]) for name, entry in model.entries.items()})
 
 
@@ -166,10 +171,9 @@ def converted(entry: Entry, dtype: torch.dtype) -> Entry:
     return entry if entry.dtype == dtype else Entry(entry.shape, dtype, lambda: entry.load().to(dtype))
 
 
-def narrowed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return float64 tensors as fp32, the precision in which the model computes, and all others unchanged."""
-    wide = torch.float64
-    return {name: converted(entry, torch.float32) if entry.dtype == wide else entry for name, entry in entries.items()}
+def as_fp32(entries: Mapping[str, Entry], dtype: torch.dtype) -> dict[str, Entry]:
+    """Return the tensors of a dtype as fp32, the precision in which the model computes, and all others unchanged."""
+    return {name: converted(entry, torch.float32) if entry.dtype == dtype else entry for name, entry in entries.items()}
 
 
 def kept_in_fp32(config: ModelConfig) -> tuple[str, ...]:

@@ -355,6 +355,7 @@ def verify(
     against: Annotated[
         Path | None, typer.Option(help="The source: a checkpoint, or a run for its newest checkpoint.")
     ] = None,
+    ema: Averaged = False,
     check: Check = Checked.full,
     as_json: Json = False,
 ) -> None:
@@ -368,10 +369,12 @@ def verify(
 
     [dim]blackmamba verify exports/blackmamba_2.8b --check short[/dim]
     """
+    if ema and against is None:
+        raise typer.BadParameter("--ema is for the checkpoint of --against. Name it, or leave out --ema")
     with working("comparing weights and outputs"):
         from megatron_blackmamba.interchange import verification
 
-        found = verification.verify(export, against, check.value)
+        found = verification.verify(export, against, check.value, ema)
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return

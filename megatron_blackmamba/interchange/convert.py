@@ -11,7 +11,15 @@ import torch
 
 from megatron_blackmamba.formats.atomic import atomic_file
 from megatron_blackmamba.interchange import hf, megatron, native, parallel, parity, witness, zyphra
-from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, cast, finite, main_depth, watched
+from megatron_blackmamba.interchange.canonical import (
+    Canonical,
+    InterchangeError,
+    as_fp32,
+    cast,
+    finite,
+    main_depth,
+    watched,
+)
 from megatron_blackmamba.interchange.folder import new_folder, take_over
 from megatron_blackmamba.interchange.native import llama_cpp
 from megatron_blackmamba.interchange.observation import Comparison
@@ -47,7 +55,6 @@ def to_hf(
     if as_native:
         native.architecture_of(model.config, model.source)
     witness.require_memory(model, check)
-    dtype = dtype or model.dtype
     model = cast(model, dtype)
     more: dict[str, Any] = {}
     if processes > 1:
@@ -92,7 +99,7 @@ def to_zyphra(
     watch: Watch = ignore,
 ) -> Comparison | None:
     """Write the released files to `out`; refuse what the format cannot express, or warn (`zyphra.warning_about`)."""
-    model = main_depth(cast(model, dtype or model.dtype))
+    model = main_depth(cast(model, dtype))
     with new_folder(out) as folder:
         zyphra.write(watched(finite(model), watch), folder)
         return parity.check(model, named(zyphra.read(folder), out)) if verify else None
@@ -108,13 +115,14 @@ def to_checkpoint(
     original: Path | None = None,
     overwrite: bool = False,
 ) -> Comparison | None:
-    """Write a checkpoint to `out`, for `start.from`; fp16 weights become fp32 without loss.
+    """Write a checkpoint to `out`, for `start.from`; weights are rounded to `dtype`, if given.
+
+    Otherwise they are copied exactly, and those in fp16 become fp32 without loss.
 
     original: The folder that the model was read from, for transformers to run if it has a class for it.
     overwrite: Replace what an earlier conversion wrote to `out`.
     """
-    stored = torch.float32 if model.dtype == torch.float16 else model.dtype
-    converted = cast(model, dtype or stored)
+    converted = cast(replace(model, entries=as_fp32(model.entries, torch.float16)), dtype)
     with new_folder(out, overwrite) as folder:
         megatron.write(watched(finite(converted), watch), folder)
         if not verify:
@@ -124,7 +132,7 @@ def to_checkpoint(
             if original is None or not native.in_transformers(original):
                 raise witness.NoWitnessError("transformers does not read these files by itself")
             parity.same_weights(back, converted)
-            return witness.check_import(replace(model, config=back.config), original)
+            return witness.check_import(replace(model, config=back.config) if dtype else back, original)
         except witness.NoWitnessError as reason:
             comparison = parity.check(back, converted)
             return replace(comparison, reader=f"{comparison.reader}, since {reason}") if original else comparison

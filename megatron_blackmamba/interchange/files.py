@@ -3,8 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_blackmamba.interchange import safetensors_io, torch_file
-from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, narrowed
+from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, as_fp32
 from megatron_blackmamba.interchange.json_config import need, read_json
 
 SAFETENSORS, TORCH = "model.safetensors", "pytorch_model.bin"
@@ -23,22 +25,20 @@ def read(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
     """Read the first of the named files that is there, or its shards; float64 is read as fp32."""
     for name in names:
         whole, index = folder / name, folder / index_of(name)
-        if whole.is_file() and index.is_file():
+        if whole.is_file() and index.is_file() and set(_weight_map(index).values()) != {name}:
             raise InterchangeError(
                 f"{folder}: has {name} and {index.name}, two sets of weights. Remove the one that is out of date: "
                 "transformers reads the first"
             )
         if index.is_file():
-            return narrowed(_read_shards(index))
+            return as_fp32(_read_shards(index), torch.float64)
         if whole.is_file():
-            return narrowed(_reader(name)(whole))
+            return as_fp32(_reader(name)(whole), torch.float64)
     raise InterchangeError(f"{folder / names[0]}: no such file{', nor ' + ', '.join(names[1:]) if names[1:] else ''}")
 
 
 def _read_shards(index: Path) -> dict[str, Entry]:
-    weight_map = need(read_json(index), "weight_map", index)
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise InterchangeError(f"{index}: weight_map is not an object that names a file for each tensor")
+    weight_map = _weight_map(index)
     entries: dict[str, Entry] = {}
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
@@ -49,6 +49,14 @@ def _read_shards(index: Path) -> dict[str, Entry]:
                 raise InterchangeError(f"{index.parent / file}: has no {name}, which {index.name} says is there")
             entries[name] = held[name]
     return entries
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor."""
+    found = need(read_json(index), "weight_map", index)
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise InterchangeError(f"{index}: weight_map is not an object that names a file for each tensor")
+    return found
 
 
 def _reader(name: str) -> Callable[[Path], dict[str, Entry]]:

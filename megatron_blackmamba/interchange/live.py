@@ -61,7 +61,7 @@ class Held:
 def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
     """Write the model to `out`, replacing an export of the same name. Every rank calls this; all fail together.
 
-    about: The other fields of the Canonical, which rank 0 writes: source, tokenizer, sequence_length and past.
+    about: The other fields of the Canonical, which rank 0 writes: source, tokenizer, eod_id, sequence_length and past.
     """
     described = without_extra_depth(model.config.described)
     mine = _tensors_to_write(model, world)

@@ -5,7 +5,7 @@ The names are the canonical ones but for parameters that a kind of layer stacks 
 
 import warnings
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ def read(path: Path, *, verify: bool = False, ema: bool = False) -> Canonical:
         run.data.sequence_length,
         lambda: past(run, reader.state, reader.step, _run_folder(reader), reader.manifest.get("version", ""), ema),
         ema=ema,
+        eod_id=reader.eod_id,
     )
 
 
@@ -83,10 +84,11 @@ def write(model: Canonical, folder: Path) -> None:
     _save(stacked(model), folder)
     common.write(folder, {})
     run = run_config(model)
-    atomic.write_json(folder / STATE, {"config": to_saved(run)})
+    tokenizer = tokenizer_of(model)
+    known = tokenizer and {"name": tokenizer.short_name, "sha256": tokenizer.sha256, "eod_id": tokenizer.eod_id}
+    atomic.write_json(folder / STATE, {"config": to_saved(run), "data": {"tokenizer": known}})
     atomic.write_text(folder / "config.yaml", to_yaml(run))
     atomic.write_text(folder / MODEL, model_to_yaml(run.model))
-    tokenizer = tokenizer_of(model)
     if tokenizer is not None:
         tokenizer.save(folder / "tokenizer.json")
     files = {path.name: manifest.describe(path) for path in folder.iterdir()}
@@ -133,17 +135,21 @@ def stacked(model: Canonical) -> dict[str, Entry]:
     for name, entry in model.entries.items():
         if name in stacks:
             stored, stack = stacks[name]
-            entries[stored] = Entry(stack.shape, entry.dtype, partial(_stack, model, stack))
+            entries[stored] = Entry(stack.shape, _widest(model, stack), partial(_stack, model, stack))
         elif name not in rest:
             entries[name] = entry
     return entries
 
 
 def _stack(model: Canonical, stack: Stack) -> Tensor:
-    stacked = torch.empty(stack.shape, dtype=model.entries[stack.parts[0]].dtype)
+    stacked = torch.empty(stack.shape, dtype=_widest(model, stack))
     for number, part in enumerate(stack.parts):
         stacked[number] = model.entries[part].load().view(stack.shape[1:])
     return stacked
+
+
+def _widest(model: Canonical, stack: Stack) -> torch.dtype:
+    return reduce(torch.promote_types, (model.entries[part].dtype for part in stack.parts))
 
 
 def _save(entries: Mapping[str, Entry], folder: Path) -> None:

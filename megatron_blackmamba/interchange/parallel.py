@@ -20,14 +20,15 @@ Task = Sequence[tuple[Path, list[str]]]
 def write_files(
     files: safetensors_io.Files,
     source: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     processes: int,
     watch: Callable[[int], None],
     ema: bool = False,
     as_native: bool = False,
 ) -> None:
-    """Write safetensors files of a source's weights in `dtype`, spread over processes.
+    """Write safetensors files of a source's weights, spread over processes.
 
+    dtype: Round the weights to it; None copies them exactly.
     ema: Write the averaged weights of a checkpoint.
     as_native: Write the tensors of a model of transformers.
     """
@@ -75,7 +76,7 @@ def _receive(
 
 
 def _write(
-    pipe: Connection, source: str, dtype: torch.dtype, task: Task, threads: int, ema: bool, as_native: bool
+    pipe: Connection, source: str, dtype: torch.dtype | None, task: Task, threads: int, ema: bool, as_native: bool
 ) -> None:
     torch.set_num_threads(threads)
     try:

@@ -30,17 +30,19 @@ class Verification:
     notes: list[str]
 
 
-def verify(export: Path, against: Path | None = None, check: witness.Check = "full") -> Verification:
+def verify(export: Path, against: Path | None = None, check: witness.Check = "full", ema: bool = False) -> Verification:
     """Compare an export with its source, or with itself read by our modules; refuse one that differs, by name.
 
     The installed transformers runs the code in the folder. Released files have no code: ours runs them.
+
+    ema: The source is the averaged weights of `against`.
     """
     theirs = finite(open_model(export, verify=True))
-    ours = theirs if against is None else finite(open_model(against, verify=True))
+    ours = theirs if against is None else finite(open_model(against, verify=True, ema=ema))
     folder = local_folder(export)
     if against is not None:
         _same_config(ours, theirs)
-        ours = cast(ours if theirs.config.mtp.pattern else main_depth(ours), theirs.dtype)
+        ours = cast(ours if theirs.config.mtp.pattern else main_depth(ours), None, like=theirs)
         parity.same_weights(ours, theirs)
     if "model_type" not in read_json(folder / CONFIG):
         comparison = parity.check(ours, theirs)

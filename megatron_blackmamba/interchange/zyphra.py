@@ -65,7 +65,7 @@ def read(folder: Path, activation: str | None = None, tokenizer: Path | None = N
     if tokenizer is None and (folder / "tokenizer.json").is_file():
         tokenizer = folder / "tokenizer.json"
     entries = files.read(folder, (WEIGHTS, files.SAFETENSORS))
-    return Canonical(config, entries, str(folder / WEIGHTS), tokenizer, content.get("max_sequence_length", 2048))
+    return Canonical(config, entries, str(folder), tokenizer, content.get("max_sequence_length", 2048))
 
 
 def write(model: Canonical, folder: Path) -> None:

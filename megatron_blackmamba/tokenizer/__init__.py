@@ -28,6 +28,12 @@ Backend = Literal["auto", "fastokens", "tokenizers"]
 
 # Names under which published tokenizers keep their end-of-document token, most specific first.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+# Files of transformers that name it, and the key of each: a token, an id or a list of ids.
+EOS_KEYS = {
+    "tokenizer_config.json": "eos_token",
+    "config.json": "eos_token_id",
+    "generation_config.json": "eos_token_id",
+}
 
 LARGEST_ID = 2**24
 """fastokens keeps a table with a row for each id up to the largest."""
@@ -131,12 +137,13 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def spelled(self, token: int) -> tuple[str, int]:
-        """Return the text of one token, and the number of characters that begin in it.
+    def spelled(self, token: int, first: bool = False) -> tuple[str, int]:
+        """Return the text of one token within a text or as its first, and the number of characters that begin in it.
 
         A part of a character is spelled as OpenAI does it, such as `bytes:\\xe2\\x80`: each part has a text of its own.
         """
-        text = self.decode([token])
+        before = [] if first else [self.eod_id]
+        text = self.decode([*before, token])[len(self.decode(before)) :]
         if "\ufffd" not in text:
             return text, len(text)
         piece = self._reference.id_to_token(token) or ""
@@ -323,7 +330,7 @@ def _find_eod(reference: tokenizers.Tokenizer, wanted: str | int | None, path: P
         return wanted, token
     candidates = KNOWN_EOD_TOKENS if wanted is None else (wanted,)
     if wanted is None:
-        candidates = (*_configured_eos(path), *candidates)
+        candidates = (*_configured_eos(reference, path), *candidates)
     for token in candidates:
         found = reference.token_to_id(token)
         if found is not None:
@@ -336,14 +343,19 @@ def _find_eod(reference: tokenizers.Tokenizer, wanted: str | int | None, path: P
     )
 
 
-def _configured_eos(path: Path) -> tuple[str, ...]:
-    """Return the eos_token of the tokenizer_config.json in the same folder, if any."""
-    try:
-        token = json.loads((path.parent / "tokenizer_config.json").read_bytes()).get("eos_token")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return ()
-    token = token.get("content") if isinstance(token, dict) else token
-    return (token,) if isinstance(token, str) else ()
+def _configured_eos(reference: tokenizers.Tokenizer, path: Path) -> Iterator[str]:
+    """Yield the end-of-document tokens that files in the same folder name; the tokenizer's own config comes first."""
+    for name, key in EOS_KEYS.items():
+        try:
+            found = json.loads((path.parent / name).read_bytes()).get(key)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+        for token in found if isinstance(found, list) else [found]:
+            if isinstance(token, int):
+                token = reference.id_to_token(token) if 0 <= token <= LARGEST_ID else None
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                yield token
 
 
 def _listing(folder: Path, most: int = 6) -> str:

@@ -14,7 +14,14 @@ VOCAB = 2**30
 
 
 def write_shard(
-    prefix: Path, first_token: int, tokens: int, *, document: int = 37, tokenizer: str = "a" * 64, vocab: int = VOCAB
+    prefix: Path,
+    first_token: int,
+    tokens: int,
+    *,
+    document: int = 37,
+    tokenizer: str = "a" * 64,
+    vocab: int = VOCAB,
+    eod: int = 0,
 ) -> Path:
     """A shard of the numbers first_token, first_token + 1, … cut into documents."""
     ids = np.arange(first_token, first_token + tokens, dtype=np.int32)
@@ -29,7 +36,7 @@ def write_shard(
         dtype="int32",
         bin_sha256=hashlib.sha256(ids.tobytes()).hexdigest(),
         idx_sha256=idx_sha256,
-        eod_id=0,
+        eod_id=eod,
         tokenizer="numbers",
         tokenizer_sha256=tokenizer,
         vocab_size=vocab,

@@ -4,6 +4,7 @@ import shutil
 import pytest
 import torch
 
+from megatron_blackmamba.checkpoint.reading import eod_id
 from megatron_blackmamba.data import BatchStream, DataError, build, refuse_changed_data
 from megatron_blackmamba.formats.find_shards import find_shards
 from megatron_blackmamba.formats.mixture import MixtureError
@@ -73,6 +74,12 @@ def test_moved_and_renamed_shards_are_the_same_data(mixture, tmp_path):
     assert after.fingerprint == before.fingerprint
     assert samples(after, 0, 100) == samples(before, 0, 100)
     refuse_changed_data(saved(before), after.record, 100)
+
+
+def test_record_names_the_eod_of_the_data(tmp_path):
+    shard = write_shard(tmp_path / "a/one", 0, 1000, eod=7)
+    record = plan(write_mixture(tmp_path, [{"name": "a", "shards": str(shard), "weight": 1}])).record
+    assert eod_id({"data": record}) == 7
 
 
 def test_changed_weights_repeat_and_skip_nothing(mixture, tmp_path):

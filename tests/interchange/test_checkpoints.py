@@ -14,9 +14,10 @@ from megatron_blackmamba.checkpoint.reading import STATE
 from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import convert, hf, megatron, parity, zyphra
-from megatron_blackmamba.interchange.canonical import cast
+from megatron_blackmamba.interchange.canonical import cast, tokenizer_of
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.interchange.open import open_model
+from megatron_blackmamba.interchange.verification import verify
 from tests.checkpoint.files import replace_file
 from tests.interchange.layouts_probe import LAYOUTS, TOKENS
 from tests.reference import forward, tiny
@@ -106,6 +107,15 @@ def test_the_whole_round_gives_back_the_same_bits(silu, tokenizer_file, tmp_path
     assert megatron.read(tmp_path / "back").tokenizer.read_bytes() == tokenizer_file.read_bytes()
 
 
+def test_checkpoints_and_exports_keep_the_eod(silu, tokenizer_file, tmp_path):
+    """The file alone would give <|endoftext|>, id 0."""
+    megatron.write(canonical(silu, tokenizer=tokenizer_file, eod_id=3), tmp_path / "ours")
+    hf.write(megatron.read(tmp_path / "ours"), tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 3
+    megatron.write(hf.read(tmp_path / "hf"), tmp_path / "back")
+    assert tokenizer_of(megatron.read(tmp_path / "back")).eod_id == 3
+
+
 def test_checkpoint_does_not_contain_its_path(silu, tmp_path):
     megatron.write(canonical(silu), tmp_path / "somewhere")
     assert b"somewhere" not in (tmp_path / "somewhere/.metadata").read_bytes()
@@ -117,6 +127,19 @@ def test_bf16_checkpoint_keeps_the_recurrence_in_fp32(silu, tmp_path):
     entries = megatron.read(tmp_path / "out").entries
     assert entries["decoder.layers.0.mixer.A_log"].dtype == torch.float32
     assert entries["decoder.layers.0.mixer.out_proj.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_mixed_precision_is_copied_exactly(silu, half, tmp_path):
+    name = "embedding.word_embeddings.weight"
+    mixed = canonical(silu.with_weights(**{name: silu.weights[name].to(half)}))
+    convert.to_hf(mixed, tmp_path / "hf", check="none")
+    convert.to_checkpoint(mixed, tmp_path / "ours")
+    convert.to_zyphra(mixed, tmp_path / "released")
+    verify(tmp_path / "hf", against=tmp_path / "ours", check="none")
+    for read, out in ((hf.read, "hf"), (megatron.read, "ours"), (zyphra.read, "released")):
+        for each, tensor in read(tmp_path / out).tensors():
+            assert torch.equal(tensor.float(), mixed.entries[each].load().float()), (out, each)
 
 
 def test_checkpoint_conversions_end_with_a_comparison(silu, tokenizer_file, tmp_path):

@@ -57,6 +57,13 @@ def test_requested_precision_spares_the_recurrence(silu, tmp_path):
     assert types["decoder.layers.0.mixer.in_proj.weight"] == torch.bfloat16
 
 
+def test_index_of_one_file_is_read(silu, tmp_path):
+    hf.write(canonical(silu), tmp_path)
+    names = hf.in_file(canonical(silu))
+    (tmp_path / hf.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    assert hf.read(tmp_path).parameters == canonical(silu).parameters
+
+
 def test_released_loader_s_rules_hold(silu, tmp_path):
     """The released code reads config.json, makes the modules it tells of, and loads "model" with strict names."""
     zyphra.write(canonical(silu), tmp_path)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba import cli
 from megatron_blackmamba.interchange import convert, hf, megatron, parallel
 from megatron_blackmamba.interchange.canonical import InterchangeError
+from megatron_blackmamba.interchange.open import open_model
 from tests.reference.canonical import canonical
 from tests.thorough import thorough
 
@@ -48,6 +49,12 @@ def test_an_error_in_one_process_leaves_nothing(ours, tmp_path):
     with pytest.raises(InterchangeError, match=r"nan: decoder.layers.2.mixer.D holds NaN"):
         convert.to_hf(model, tmp_path / "out", check="none", processes=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_export_released_files(ours, tmp_path):
+    convert.to_zyphra(megatron.read(ours), tmp_path / "released", verify=False)
+    convert.to_hf(open_model(tmp_path / "released"), tmp_path / "out", check="none", processes=2)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) >= 2
 
 
 def die_or_go_on(pipe, source, dtype, task, threads, ema, as_native):

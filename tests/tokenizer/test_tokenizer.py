@@ -80,6 +80,19 @@ def test_text_round_trips_and_never_contains_eod(tokenizer, text):
     assert tokenizer.eod_id not in ids
 
 
+def metaspace():
+    """Return a tokenizer that spells spaces as Llama's does, and falls back on bytes."""
+    words = ["</s>", "▁", "▁Hello", "▁world", "▁again", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, ignore_merges=True))
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["</s>"])
+    return made
+
+
 @settings(max_examples=60, deadline=None)
 @given(text=any_text | tricky_text)
 def test_token_bytes_add_up_to_the_text(tokenizer, text):
@@ -260,6 +273,18 @@ def test_configured_eod_may_be_text_or_damaged(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(content)
         assert load_tokenizer(path).eod_token == token
     assert load_tokenizer(path, eod="300").eod_id == 300  # as the command line passes it
+
+
+@pytest.mark.parametrize("named", [1, [99999, 1, 0], {"content": "<stop>"}])
+def test_model_config_names_the_eod(tmp_path, named):
+    path = saved(tmp_path, trained(special=("<|endoftext|>", "<stop>")))
+    for name in ("generation_config.json", "config.json"):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": named}))
+        assert load_tokenizer(path).eod_token == "<stop>"
+        (tmp_path / name).unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": named}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert load_tokenizer(path).eod_token == "<|endoftext|>"
 
 
 def test_missing_tokenizer_asks_the_hub_once(tmp_path, monkeypatch):

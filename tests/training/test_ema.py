@@ -9,7 +9,7 @@ from megatron_blackmamba.checkpoint.manifest import CheckpointError
 from megatron_blackmamba.config import ConfigError, ParallelConfig, load
 from megatron_blackmamba.config.groups import group_of
 from megatron_blackmamba.formats.run_folder import RunFolder
-from megatron_blackmamba.interchange import convert, hf, megatron
+from megatron_blackmamba.interchange import convert, hf, megatron, verification
 from megatron_blackmamba.optimizers.base import NO_DECAY
 from megatron_blackmamba.runtime import world
 from tests.thorough import unless
@@ -241,5 +241,6 @@ def test_exports_hold_the_saved_average(forks, tmp_path):
         assert exported[name].dtype == torch.float32 and torch.equal(exported[name], mean), name
         assert torch.equal(beside[name], mean.to(beside[name].dtype)), name
     assert any(not torch.equal(beside[name], weights[name]) for name in weights)
+    verification.verify(run.export(2), run.root, "none", ema=True)
     assert "moving average with decay rate 0.5" in (out / "README.md").read_text()
     assert not [event for event in events_of(tmp_path) if event.kind == "not_exported"]

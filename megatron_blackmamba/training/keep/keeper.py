@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.checkpoint import Checkpoints
-from megatron_blackmamba.checkpoint.reading import saved_config
+from megatron_blackmamba.checkpoint.reading import eod_id, saved_config
 from megatron_blackmamba.config import RunConfig
 from megatron_blackmamba.data import DataPlan
 from megatron_blackmamba.formats import atomic, branches
@@ -197,6 +197,7 @@ class Keeper:
                 folder.export(step),
                 source=f"{'the averaged weights of ' if averaged else ''}step {step} of {folder.root}",
                 tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
+                eod_id=eod_id(state),
                 sequence_length=self._config.data.sequence_length,
                 past=lambda: megatron.past(self._config, state, step, folder, __version__, averaged),
             )
