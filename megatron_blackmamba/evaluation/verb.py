@@ -31,7 +31,11 @@ def evaluate(
         ),
     ] = None,
     dtype: Annotated[
-        Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
+        Precision | None,
+        typer.Option(
+            help="Precision of the large matrices.",
+            show_default="as stored (fp16 as fp32), or bf16 to fit",
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Score each checkpoint of a run as it appears.")] = False,
     as_json: Json = False,

@@ -13,7 +13,8 @@ from megatron_blackmamba.interchange.commands import Averaged, Precision
 
 ModelPath = Annotated[Path, typer.Argument(help="A run, a checkpoint, a Hugging Face export, or the released files.")]
 Dtype = Annotated[
-    Precision | None, typer.Option(help="Precision of the large matrices.", show_default="as stored, if it fits")
+    Precision | None,
+    typer.Option(help="Precision of the large matrices.", show_default="as stored (fp16 as fp32), or bf16 to fit"),
 ]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if available")]
 TokenizerFile = Annotated[

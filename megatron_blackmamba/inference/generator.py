@@ -99,7 +99,7 @@ class Generator:
         if not all(stop):
             raise GenerationError("an empty stop string: leave it out")
         encoded = [self._encode(prompt) for prompt in prompts]
-        texts = [Text(self._tokenizer(), stop) for _ in range(len(prompts) * samples)]
+        texts = [Text(self._tokenizer(), stop, prompt) for prompt in encoded for _ in range(samples)]
         running = [True] * len(texts)
         steps = self.tokens(encoded, max_new_tokens=max_new_tokens, sampling=sampling, samples=samples, running=running)
         for tokens in steps:
@@ -221,7 +221,7 @@ def load(
 ) -> Generator:
     """Load a model of any kind: one of our checkpoints or runs, a Hugging Face export, or the released files.
 
-    dtype: of the large matrices; by default as stored, or bf16 where fp32 would fill the memory.
+    dtype: of the large matrices; by default as stored, or fp32 for fp16; bf16 where fp32 would fill the memory.
     ema: take the averaged weights of a checkpoint (training.ema).
     draft: let the extra depth of a checkpoint (model.mtp) guess tokens of a single text, which stays the same.
     """

@@ -20,16 +20,18 @@ class Text:
     """The text of one row.
 
     A character may take several tokens, and is held back until it is whole. So is what may become a stop string.
+
+    prompt: The tokens that it continues.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()):
         self.tokenizer = tokenizer
         self.stop = stop
         self.stopped = False
         self.ended = False
         self.pending: list[int] = []
-        self.before: list[int] = []
-        """Tokens already given out, kept since how a token reads may depend on the one before it."""
+        self.before = _last_character(tokenizer, prompt)
+        """Tokens before it, kept since how a token reads may depend on the one before it."""
         self.held = ""
 
     def add(self, token: int) -> str:
@@ -61,6 +63,14 @@ class Text:
     def _release(self, text: str) -> str:
         self.before, self.pending = self.pending, []
         return text
+
+
+def _last_character(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """Return the last tokens of a prompt that are whole characters; none at the end of a document or within one."""
+    if not prompt or prompt[-1] == tokenizer.eod_id:
+        return []
+    endings = ([*prompt[-size:]] for size in range(1, 1 + min(8, len(prompt))))
+    return next((ending for ending in endings if "\ufffd" not in tokenizer.decode(ending)), [])
 
 
 def _overlap(text: str, stop: str) -> int:

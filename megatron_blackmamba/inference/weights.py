@@ -122,8 +122,8 @@ def pack(model: Canonical, dtype: torch.dtype, device: torch.device | str = "cpu
 
 
 def fitting_dtype(model: Canonical, device: torch.device) -> torch.dtype:
-    """Return fp32 if the weights are stored in it and take less than half of the free memory, else bf16."""
-    if model.dtype != torch.float32:
+    """Return fp32 if the weights are stored in it or in fp16 and take less than half of the free memory, else bf16."""
+    if model.dtype == torch.bfloat16:
         return torch.bfloat16
     needed = 4 * model.parameters
     return torch.float32 if needed < free_bytes(device) / 2 else torch.bfloat16

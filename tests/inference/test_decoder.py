@@ -242,6 +242,8 @@ def test_free_memory_is_what_the_system_says():
         (torch.float32, 2.1, torch.float32),
         (torch.float32, 1.9, torch.bfloat16),
         (torch.bfloat16, 100.0, torch.bfloat16),
+        (torch.float16, 2.1, torch.float32),
+        (torch.float16, 1.9, torch.bfloat16),
     ],
 )
 def test_large_fp32_weights_are_kept_in_bf16(stored, free_over_weights, kept, monkeypatch):

@@ -14,6 +14,7 @@ from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.tokenizer import load_tokenizer
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical, write_tokenizer
+from tests.tokenizer.test_tokenizer import metaspace, saved
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,16 @@ def test_characters_are_held_back_until_they_are_whole():
     assert given == ["a", "", "é", "", "", "漢", "", "", "", "🦤", "b"] and text.rest() == ""
     text.add("🦤".encode()[0])
     assert text.rest() == "\ufffd"
+
+
+@pytest.mark.parametrize("before", ["▁Hello", "<0xC3> <0xA9>", "▁Hello </s>"])
+def test_text_continues_the_prompt_s_last_word(tmp_path, before):
+    tokenizer = load_tokenizer(saved(tmp_path, metaspace()), backend="tokenizers")
+    ids = tokenizer._reference.token_to_id
+    prompt, tokens = ([ids(word) for word in words.split()] for words in (before, "▁world <0xC3> <0xA9> ▁again"))
+    text = Text(tokenizer, prompt=prompt)
+    written = "".join(map(text.add, tokens)) + text.rest()
+    assert written == ("" if before.endswith("</s>") else " ") + "worldé again"
 
 
 def test_samples_share_nothing(generator):
