@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.serving.completion import Completion, Limits, Refused, accept, parse, require_model
 from megatron_blackmamba.serving.connections import Connections
-from megatron_blackmamba.serving.engine import Busy, Engine
+from megatron_blackmamba.serving.engine import Busy, Engine, Stopped
 from megatron_blackmamba.serving.job import Failed, Written
 
 BODY_SECONDS = 60
@@ -130,7 +130,10 @@ class _Server:
         self.engine, self.settings = engine, settings
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "running": self.engine.running, "waiting": len(self.engine.waiting)})
+        told = {"running": self.engine.running, "waiting": len(self.engine.waiting)}
+        if not self.engine.works:
+            return JSONResponse({"status": "stopped", **told}, 503)
+        return JSONResponse({"status": "ok", **told})
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -175,6 +178,8 @@ class _Server:
             raise Refused(str(error), field="prompt") from None
         except Busy:
             raise Refused("too many requests wait. Try again later", status=429, **{"Retry-After": "5"}) from None
+        except Stopped:
+            raise Refused("the server has stopped to generate; see its log", status=503) from None
         if not completion.stream:
             return await self._whole(request, completion, pieces)
         return _Streamed(_events(completion, pieces), lambda: self.engine.cancel(completion.job))
@@ -184,7 +189,10 @@ class _Server:
         left = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait((collected, left), return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(completion.whole(await collected)) if collected.done() else Response(status_code=499)
+            if not collected.done():
+                return Response(status_code=499)
+            whole = await collected
+            return await run_in_threadpool(lambda: JSONResponse(completion.whole(whole)))
         finally:
             self.engine.cancel(completion.job)
             collected.cancel()
@@ -208,9 +216,14 @@ class _Streamed(StreamingResponse):
 
 async def _events(completion: Completion, pieces: "asyncio.Queue[Any]") -> AsyncIterator[str]:
     """Yield server-sent events."""
+
+    def chunk(piece: Written) -> str:
+        return _event(completion.chunk(piece))
+
     try:
         async for piece in _pieces(completion, pieces):
-            yield _event(completion.chunk(piece))
+            is_prompt = len(piece.tokens) > 1  # and perhaps long
+            yield await run_in_threadpool(chunk, piece) if is_prompt else chunk(piece)
         if completion.include_usage:
             yield _event(completion.last_chunk())
         yield "data: [DONE]\n\n"

@@ -26,7 +26,7 @@ def chat(
     name: Annotated[str | None, typer.Option(help="Name of the model.", show_default="its folder's")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Maximum number of texts generated at once.")] = 64,
     max_prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of prompt tokens per request.")
+        int, typer.Option(min=1, help="Maximum number of prompt tokens per request; with echo, times n.")
     ] = 32_768,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens per text.")] = 4_096,
     dtype: Dtype = None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
 from megatron_blackmamba.inference import Sampling
 from megatron_blackmamba.inference.sampling import GenerationError
@@ -42,6 +42,12 @@ class Limits:
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, content: Any) -> Any:
+        """Take null for an option that is left out, as OpenAI does."""
+        return {k: v for k, v in content.items() if v is not None} if isinstance(content, dict) else content
+
 
 class StreamOptions(_Strict):
     include_usage: StrictBool = False
@@ -61,17 +67,17 @@ class CompletionRequest(_Strict):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: StrictInt | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stream: StrictBool | None = False
+    stream: StrictBool = False
     stream_options: StreamOptions | None = None
     logprobs: StrictInt | None = Field(default=None, ge=0, le=20)
-    echo: StrictBool | None = False
+    echo: StrictBool = False
     experts: StrictBool = False
     user: Any = None
 
     # Known to OpenAI's clients, and refused unless they ask for nothing.
     best_of: StrictInt | None = None
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
     suffix: StrictStr | None = None
 
@@ -131,7 +137,7 @@ class Completion:
 
     def count(self, piece: Written) -> None:
         """Count the tokens of a piece for `usage`."""
-        self.new_tokens += piece.new
+        self.new_tokens += piece.written
 
     def chunk(self, piece: Written) -> dict[str, Any]:
         """Return one piece as a streamed answer."""
@@ -139,9 +145,11 @@ class Completion:
 
     def whole(self, pieces: Sequence[Written]) -> dict[str, Any]:
         """Return all pieces as one answer."""
+        of_row: list[list[Written]] = [[] for _ in range(self.job.rows)]
+        for piece in pieces:
+            of_row[piece.row].append(piece)
         choices = []
-        for row in range(self.job.rows):
-            own = [piece for piece in pieces if piece.row == row]
+        for row, own in enumerate(of_row):
             text = "".join(piece.text for piece in own)
             tokens = tuple(token for piece in own for token in piece.tokens)
             experts: tuple[Experts, ...] = tuple(one for piece in own for one in piece.experts)
@@ -210,9 +218,10 @@ def accept(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits, mod
         raise Refused("prompt is an empty list. Give at least one", field="prompt")
     if len(prompts) * request.n > limits.rows:
         raise Refused(f"{len(prompts)} prompts times n={request.n}: at most {limits.rows} texts", field="n")
-    tokens = sum(map(len, prompts))
+    tokens = sum(map(len, prompts)) * (request.n if request.echo else 1)
     if tokens > limits.prompt_tokens:
-        raise Refused(f"the prompt has {tokens} tokens; at most {limits.prompt_tokens}", field="prompt")
+        times = f", counted n={request.n} times for echo" if request.echo and request.n > 1 else ""
+        raise Refused(f"the prompt has {tokens} tokens{times}; at most {limits.prompt_tokens}", field="prompt")
     seed = secrets.randbits(31) if request.seed is None else request.seed
     filters = (request.top_k, request.min_p, request.repetition_penalty)
     try:
@@ -227,11 +236,11 @@ def accept(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits, mod
         samples=request.n,
         stop=stop,
         logprobs=request.logprobs,
-        echo=bool(request.echo),
+        echo=request.echo,
         experts=request.experts,
     )
     usage = request.stream_options is not None and request.stream_options.include_usage
-    return Completion(job, model, seed, bool(request.stream), usage)
+    return Completion(job, model, seed, request.stream, usage)
 
 
 def _encoded(prompt: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:

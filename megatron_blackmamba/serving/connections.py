@@ -49,14 +49,14 @@ class _Connection(asyncio.Protocol):
         self.reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        self.transport, self.place = transport, tuple(transport.get_extra_info("peername")[:2])
+        self.transport, self.place = transport, tuple((transport.get_extra_info("peername") or ("", 0))[:2])
         self.connections.open[self.place] = self
         self._wait()
         self.http.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._cancel(self.waiting, self.reading)
-        del self.connections.open[self.place]
+        self.connections.open.pop(self.place, None)  # clients without an address share a place
         self.http.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:

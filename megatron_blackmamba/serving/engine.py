@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_blackmamba.inference import Generator, State
 from megatron_blackmamba.inference.captured import Captured, Step, captures, graphs_of, likeliest, stepper
 from megatron_blackmamba.inference.sampling import GenerationError, next_tokens
-from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, token_of, told_tokens
+from megatron_blackmamba.serving.job import Experts, Failed, Job, Row, Token, Written, rows_of, told_tokens
 from megatron_blackmamba.tokenizer import Tokenizer
 
 READ_ALONE, READ_BESIDE = 512, 128
@@ -27,6 +27,10 @@ READ_ALONE, READ_BESIDE = 512, 128
 
 class Busy(Exception):
     """Too many jobs wait."""
+
+
+class Stopped(Exception):
+    """The engine takes no jobs any more."""
 
 
 @dataclass
@@ -79,6 +83,8 @@ class Engine:
 
     def start(self) -> None:
         """Begin to work on jobs."""
+        if captures(self.decoder):
+            graphs_of(self.decoder).reserve(self.max_rows)
         self._thread.start()
 
     def stop(self) -> None:
@@ -89,10 +95,12 @@ class Engine:
         self._thread.join()
 
     def submit(self, job: Job) -> None:
-        """Queue a job, or raise `Busy`."""
+        """Queue a job, or raise `Busy` or `Stopped`."""
         self.generator.check(job.prompts)
         with self._changed:
-            if self._stopping or len(self.waiting) >= self.max_waiting:
+            if self._stopping:
+                raise Stopped
+            if len(self.waiting) >= self.max_waiting:
                 raise Busy
             self.waiting.append(job)
             self._changed.notify()
@@ -104,14 +112,26 @@ class Engine:
             self._changed.notify()
 
     @property
+    def works(self) -> bool:
+        """Return whether jobs that are submitted now are worked on."""
+        return self._thread.is_alive() and not self._stopping
+
+    @property
     def running(self) -> int:
         """Number of rows that are read or written now."""
         reading, batches = tuple(self.reading), tuple(self.batches)
         return sum(len(one.rows) for one in reading) + sum(len(batch.rows) for batch in batches)
 
     def _run(self) -> None:
-        if captures(self.decoder):
-            graphs_of(self.decoder).reserve(self.max_rows)
+        try:
+            self._work()
+        finally:  # however it ends, nobody waits for an answer that does not come
+            with self._changed:
+                self._stopping = True
+            for job in {*self.waiting, *self._begun()}:
+                job.emit(Failed("the server is shutting down"))
+
+    def _work(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopping or self.waiting or self.reading or self.batches)
@@ -121,8 +141,6 @@ class Engine:
             if not self._guarded(self._begun(), self._turn):
                 self.reading.clear()
                 self.batches.clear()
-        for job in {*self.waiting, *self._begun()}:
-            job.emit(Failed("the server is shutting down"))
 
     def _begun(self) -> list[Job]:
         """Return the jobs that are read or written now, once for each prompt or row."""
@@ -191,7 +209,8 @@ class Engine:
         if tell:
             assert job.logprobs is not None
             if one.last_V is None:
-                one.tokens.append(token_of(piece[0], self.tokenizer, None))
+                text, characters = self.tokenizer.spelled(piece[0], first=True)
+                one.tokens.append(Token(text, None, characters=characters))
                 before_LV, behind = logits_LV[:-1], piece[1:]
             else:
                 before_LV, behind = torch.cat([one.last_V[None], logits_LV[:-1]]), piece
@@ -252,4 +271,4 @@ def experts_of(choices: list[Tensor]) -> list[Experts]:
     return torch.stack(choices, dim=1).tolist() if choices else []
 
 
-__all__ = ["Busy", "Engine", "Written"]
+__all__ = ["Busy", "Engine", "Stopped", "Written"]

@@ -4,7 +4,7 @@ Shapes: V vocabulary, L tokens, K experts of a token.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -41,8 +41,8 @@ class Written:
     """If log-probabilities were asked for."""
     experts: tuple[Experts, ...] = ()
     """If asked for, of the tokens that the model has read since the last piece, from the prompt's first token on."""
-    new: int = 0
-    """Number of tokens generated in this piece."""
+    written: int = 0
+    """In the last piece of a row: the number of tokens generated for it, the end of document included."""
     finished: Literal["stop", "length"] | None = None
 
 
@@ -96,11 +96,15 @@ class Row:
         """
         require_finite(token >= 0)
         read = tuple(experts) if self.job.experts else ()
+        told: tuple[Token, ...] = ()
+        if self.job.logprobs is not None:
+            told = told_tokens(logits_V[None], [token], self.job.logprobs, tokenizer, not self.text.before)
+        self.last, self.written = token, self.written + 1
         if token == tokenizer.eod_id:
-            self.job.emit(Written(self.number, self.text.rest(), experts=read, finished="stop"))
+            told = tuple(replace(one, text="", characters=0) for one in told)
+            self.job.emit(Written(self.number, self.text.rest(), told, read, self.written, "stop"))
             return False
-        told = () if self.job.logprobs is None else told_tokens(logits_V[None], [token], self.job.logprobs, tokenizer)
-        text, self.last, self.written = self.text.add(token), token, self.written + 1
+        text = self.text.add(token)
         finished: Literal["stop", "length"] | None = None
         if self.text.stopped:
             finished = "stop"
@@ -108,7 +112,7 @@ class Row:
             text += self.text.rest()
             finished = "stop" if self.text.stopped else "length"
         if text or told or read or finished:
-            self.job.emit(Written(self.number, text, told, read, new=1, finished=finished))
+            self.job.emit(Written(self.number, text, told, read, self.written if finished else 0, finished))
         return finished is None
 
 
@@ -119,24 +123,24 @@ def rows_of(job: Job, tokenizer: Tokenizer, vocabulary: int, device: torch.devic
     rows = []
     for number, (prompt, stream) in enumerate(zip(repeated, streams, strict=True)):
         sampler = Sampler(job.sampling, [prompt], vocabulary, device, [stream])
-        rows.append(Row(job, number, Text(tokenizer, job.stop), sampler))
+        rows.append(Row(job, number, Text(tokenizer, job.stop, prompt), sampler))
     return rows
 
 
-def told_tokens(logits_LV: Tensor, tokens: Sequence[int], top: int, tokenizer: Tokenizer) -> tuple[Token, ...]:
-    """Return the tokens with their log-probabilities; row l of the logits is for token l."""
+def told_tokens(
+    logits_LV: Tensor, tokens: Sequence[int], top: int, tokenizer: Tokenizer, first: bool = False
+) -> tuple[Token, ...]:
+    """Return the tokens with their log-probabilities; row l of the logits is for token l.
+
+    first: Spell them as the first of a text.
+    """
     logprobs_LV = torch.log_softmax(logits_LV.float(), dim=-1)
     index_L1 = torch.tensor(tokens, device=logits_LV.device)[:, None]
     own = logprobs_LV.gather(1, index_L1)[:, 0].tolist()
     values_LK, ids_LK = logprobs_LV.topk(min(top, logits_LV.shape[-1]), dim=-1)
     best = [
-        tuple((tokenizer.spelled(i)[0], value) for i, value in zip(ids, values, strict=True))
+        tuple((tokenizer.spelled(i, first)[0], value) for i, value in zip(ids, values, strict=True))
         for ids, values in zip(ids_LK.tolist(), values_LK.tolist(), strict=True)
     ]
-    return tuple(token_of(token, tokenizer, p, b) for token, p, b in zip(tokens, own, best, strict=True))
-
-
-def token_of(token: int, tokenizer: Tokenizer, logprob: float | None, top: tuple[tuple[str, float], ...] = ()) -> Token:
-    """Return what is told of a token."""
-    text, characters = tokenizer.spelled(token)
-    return Token(text, logprob, top, characters)
+    spelled = [tokenizer.spelled(token, first) for token in tokens]
+    return tuple(Token(text, p, b, size) for (text, size), p, b in zip(spelled, own, best, strict=True))

@@ -1,12 +1,41 @@
 """What an answer tells of tokens."""
 
+import pytest
 import torch
 
 from megatron_blackmamba.inference import Sampling
 from megatron_blackmamba.serving.completion import Completion
-from megatron_blackmamba.serving.job import Job, Written, told_tokens
+from megatron_blackmamba.serving.job import Job, Written, rows_of, told_tokens
 from megatron_blackmamba.tokenizer import load_tokenizer
-from tests.tokenizer.test_tokenizer import saved, trained
+from tests.tokenizer.test_tokenizer import metaspace, saved, trained
+
+
+def pieces_of(tokenizer, tokens, prompt, **options):
+    """Return what a row emits of some tokens."""
+    pieces = []
+    job = Job([prompt], Sampling(), len(tokens), pieces.append, **options)
+    (row,) = rows_of(job, tokenizer, tokenizer.vocab_size, torch.device("cpu"))
+    for token in tokens:
+        row.advance(token, torch.zeros(tokenizer.vocab_size), tokenizer)
+    return pieces
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_usage_counts_tokens_that_gave_no_text(tmp_path, logprobs):
+    tokenizer = load_tokenizer(saved(tmp_path, trained()), backend="tokenizers")
+    tokens = [*tokenizer.encode("🐍 ok"), tokenizer.eod_id]
+    pieces = pieces_of(tokenizer, tokens, [1], logprobs=logprobs, stop=["okay"])
+    assert sum(piece.written for piece in pieces) == len(tokens) > len("🐍 ok")
+
+
+@pytest.mark.parametrize("prompt", [["▁Hello"], ["</s>"]])
+def test_probabilities_spell_the_spaces_of_the_text(tmp_path, prompt):
+    tokenizer = load_tokenizer(saved(tmp_path, metaspace()), backend="tokenizers")
+    ids = tokenizer._reference.token_to_id
+    pieces = pieces_of(tokenizer, [ids("▁world"), ids("▁again")], [*map(ids, prompt)], logprobs=3)
+    text = "".join(piece.text for piece in pieces)
+    assert text == ("world again" if prompt == ["</s>"] else " world again")
+    assert "".join(token.text for piece in pieces for token in piece.tokens) == text
 
 
 def test_parts_of_characters_are_told_apart(tmp_path):

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from urllib.request import urlopen
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
 from megatron_blackmamba.inference import Sampling
-from megatron_blackmamba.serving.completion import Limits, Refused, accept, parse
+from megatron_blackmamba.serving.completion import CompletionRequest, Limits, Refused, accept, parse
 from tests.docs.session import ROOT
 from tests.pages import check_page
 from tests.reference import forward, tiny
@@ -157,6 +159,7 @@ def test_disconnected_client_frees_its_row(running, stream):
         (b" " * 2**20 + b"{}", 413, "larger"),
         ({"prompt": "a " * 50_000}, 400, "100000 tokens; at most 20000"),
         ({"prompt": [1, 64]}, 400, "token id 64"),
+        ({"prompt": [1] * 10_000, "n": 3, "echo": True}, 400, "30000 tokens, counted n=3 times for echo"),
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": ["a"] * 65}, 400, "at most 64"),
         ({"prompt": "a", "max_tokens": 10**10}, 400, "max_tokens"),
@@ -207,6 +210,21 @@ def test_probabilities_and_experts_are_the_reference_s(running, generator):
     assert [[one for (one,) in layers] for layers in choice["experts"]] == [
         list(layers) for layers in zip(*(route[:-1] for _, route in sorted(trace.routes.items())), strict=True)
     ]
+
+
+def test_logprobs_tell_a_generated_end_of_document(running, generator):
+    """The last of the prompt's tokens is counted from the end, as lm-eval does."""
+    prompt = [33, 7, 54, 19, 60, 29, 42, 55]
+    logits_1V = generator.decoder.read(generator.decoder.start(1), torch.tensor([prompt]))
+    eod = int(logits_1V.argmax())
+    tokenizer = replace(generator.tokenizer, eod_id=eod)
+    with serve(replace(generator, tokenizer=tokenizer)) as running:
+        asked = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+        answer = running.complete(prompt, **asked)
+    (choice,) = answer["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == len(prompt) + 1 and choice["finish_reason"] == "stop"
+    assert choice["text"] == "".join(choice["logprobs"]["tokens"])
+    assert answer["usage"]["completion_tokens"] == 1
 
 
 def test_a_key_opens_all_but_the_page(guarded):
@@ -260,7 +278,6 @@ def test_generate_and_the_endpoint_have_the_same_options():
     import inspect
 
     from megatron_blackmamba.inference.commands import generate
-    from megatron_blackmamba.serving.completion import CompletionRequest
 
     defaults = {name: parameter.default for name, parameter in inspect.signature(generate).parameters.items()}
     fields = {name: field.default for name, field in CompletionRequest.model_fields.items()}
@@ -278,6 +295,11 @@ def test_errors_say_whose_fault_they_are(status, kind):
 def test_streams_have_usage_only_on_request(options, sent):
     request = parse(json.dumps({"prompt": [1], "stream": True, "stream_options": options}).encode())
     assert accept(request, None, Limits(), "tiny", None).include_usage is sent
+
+
+def test_null_means_that_an_option_is_left_out():
+    fields = {**dict.fromkeys(CompletionRequest.model_fields), "prompt": "a"}
+    assert parse(json.dumps(fields).encode()) == parse(b'{"prompt": "a"}')
 
 
 @pytest.mark.parametrize("option", ["max_new_tokens", "max_completion_tokens"])

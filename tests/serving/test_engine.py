@@ -12,7 +12,7 @@ import torch
 from megatron_blackmamba.inference import Generator, Sampling
 from megatron_blackmamba.inference.decoder import Decoder
 from megatron_blackmamba.inference.weights import pack
-from megatron_blackmamba.serving.engine import Busy, Engine
+from megatron_blackmamba.serving.engine import Busy, Engine, Stopped
 from megatron_blackmamba.serving.job import Failed, Job
 from tests.inference.replayed import graphs
 from tests.reference import tiny
@@ -150,6 +150,19 @@ def test_error_between_jobs_does_not_end_the_engine(engine, monkeypatch):
             pass
     finally:
         engine.stop()
+
+
+def test_nobody_waits_for_an_engine_that_ended(generator, monkeypatch):
+    engine, ended = Engine(generator), Queue()
+    monkeypatch.setattr("threading.excepthook", lambda arguments: None)
+    monkeypatch.setattr(engine, "_admit", lambda: 1 / 0)
+    engine.start()
+    engine.submit(Job([[1]], Sampling(), 4, ended.put))
+    assert isinstance(ended.get(timeout=60), Failed)
+    engine._thread.join(60)
+    assert not engine.works
+    with pytest.raises(Stopped):
+        engine.submit(Job([[1]], Sampling(), 4, ended.put))
 
 
 def test_jobs_from_many_threads_all_end(generator):
