@@ -69,6 +69,8 @@ def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[
             f"{where} for {', '.join(missing)}. Put TASK.jsonl, TASK.jsonl.gz or TASK.parquet into --data DIR,"
             " or let lm-eval download with --download"
         )
+    if missing:
+        _refuse_without_network()
     found = []
     for name, file in files.items():
         if file is None and data is not None:
@@ -239,6 +241,21 @@ def _kept(task: Any, file: Path) -> Path:
     lines = [json.dumps(document, ensure_ascii=False, default=str) for document in documents]
     atomic.write_bytes(file, gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))
     return file
+
+
+def _refuse_without_network() -> None:
+    """Ask the hub once, since a download without network tries again for more than a minute."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:  # reads what earlier downloads left in the cache
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # depends on the client
+        raise EvaluationError(
+            f"--download: {constants.ENDPOINT} does not answer ({type(error).__name__}: {error}). Download on a machine"
+            " with network and copy the folder of --data. HF_HUB_OFFLINE=1 reads what is in the cache of this one"
+        ) from None
 
 
 def _downloaded(name: str) -> LoadedTask:

@@ -331,12 +331,15 @@ class NotSaved(Event, remark=True):
     """The save is tried again. The last attempt of a run is not, nor are weights that are not finite."""
     newest: int = 0
     """Step of the newest checkpoint; 0 if there is none."""
+    attempts: int = 1
 
     @property
     def text(self) -> str:
         stays = f"the one of step {self.newest} stays" if self.newest else "there is none before it"
         if not self.retried and not self.disk:
             return f"not saved: {self.problem}; a run cannot continue from such weights; {stays}"
+        if self.attempts > 1:
+            return f"the last checkpoint could not be saved, tried again {self.attempts - 1} times; {stays}"
         why = "; ".join(filter(None, [self.problem, self.disk]))
         again = ", and the save is tried again" if self.retried else ""
         return f"a checkpoint could not be saved ({why}); {stays}{again}"

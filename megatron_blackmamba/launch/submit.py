@@ -71,6 +71,10 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: use another run name (name=...)")
+    from megatron_blackmamba.training.start import headline, resume  # imports megatron-core
+
+    resume.refuse_start(config)
+    resume.refuse_continuation(config)
     asked = Asked(request.nodes, request.tasks_per_node, gpus.find(request.gpu), gpu_option=request.gpu)
     begins = Beginning()
     if config.start.branch:
@@ -91,7 +95,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
         request = replace(request, gpu=str(folder / GPU_FILE))
     request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
     script = render(request, run, folder / "code", folder / "config.yaml", config.checkpoint.keep_every)
-    said = (*request.warnings, *warnings(plan))
+    synthetic = [headline.SYNTHETIC] if config.data.kind == "synthetic" else []
+    said = (*request.warnings, *synthetic, *warnings(plan))
     found = verdict(plan) if request.gpus else ""
     return Launch(run, folder, script, request.limit, plan.missing_data, said, found, begins=begins)
 

@@ -16,7 +16,8 @@ def advice(config: RunConfig, cluster: Cluster, fitting_nodes: Sequence[int]) ->
     batches = layouts.with_near_batches(config, cluster)
     found = [(nodes, each) for each in (*batches, *layouts.suggest(config, cluster, LAYOUTS))]
     fewer = layouts.on_fewer_nodes(config, cluster)
-    found += [fewer] if fewer and fewer[1].overrides(config) else []  # others are listed as they are
+    if fewer and fewer[1].overrides(config) != layouts.AS_IT_IS:  # those are listed below
+        found.append(fewer)
     lines = [
         f"{each.overrides(config)} on {_nodes(count)}: {_speed(each.seconds_per_step, each.tokens_per_second(config))}"
         for count, each in found

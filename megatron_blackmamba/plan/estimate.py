@@ -227,7 +227,9 @@ def _sources(config: RunConfig, begins: Beginning) -> tuple[tuple[Source, ...], 
         planned = plan_mixture(read, end * length, length, run=config, first_sample=begins.next_sample)
     except MixtureError as error:
         return (), None, str(error)
-    missing = "; ".join(dict.fromkeys("\n".join(planned.missing.values()).splitlines())) or None
+    missing = None
+    if planned.missing:  # of many sources mostly for one reason
+        missing = f"no shards of {', '.join(planned.missing)}: {next(iter(planned.missing.values())).splitlines()[0]}"
     refused = None
     try:
         planned.check()

@@ -16,6 +16,7 @@ from megatron_blackmamba.runtime import layout
 from megatron_blackmamba.runtime.layout import Layout
 
 RECOMPUTE = ("none", "experts", "layers")
+AS_IT_IS = "(as it is)"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Candidate:
         """Return the command-line overrides for this layout."""
         changed = self.layout.overrides(config)
         recompute = f"training.recompute={self.recompute}" if self.recompute != config.training.recompute else ""
-        return " ".join(part for part in (changed, recompute) if part) or "(as it is)"
+        return " ".join(part for part in (changed, recompute) if part) or AS_IT_IS
 
     def as_json(self, config: RunConfig) -> dict[str, Any]:
         return {

@@ -25,14 +25,16 @@ def show(plan: Plan, console: Console) -> None:
     """Print everything the plan knows."""
     config = plan.config
     console.print(Text(verdict(plan), style="bold"), soft_wrap=True)
+    if plan.refused_data:
+        console.print("Training would refuse the data: --check prints only why, which is also at the end.")
+    if plan.missing_data:
+        console.print(Text(f"Data not found: {plan.missing_data}"), soft_wrap=True)
     console.print(f"[bold]{config.name}[/bold]  {config.model.layers} layers {config.model.pattern}", highlight=False)
     console.print(_parameters(plan), _flops(plan), _training(plan), _storage(plan))
     if config.training.batch_ramp:
         console.print(_stages(plan))
     if plan.sources:
         console.print(_sources(plan))
-    if plan.missing_data:
-        console.print(f"Data not found: {plan.missing_data}", highlight=False)
     if plan.placed:
         _show_placed(plan, plan.placed, console)
 

@@ -147,6 +147,7 @@ def test_downloads_are_kept_for_machines_offline(name, tmp_path, monkeypatch):
     import datasets
 
     splits = {split: datasets.Dataset.from_list([GOOD[name], GOOD[name]]) for split in ("train", "validation")}
+    monkeypatch.setattr(tasks, "_refuse_without_network", lambda: None)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.DatasetDict(splits))
     (first,) = load_tasks([name], tmp_path / "new", download=True)
     monkeypatch.delattr(datasets, "load_dataset")
@@ -169,6 +170,17 @@ def test_failed_download_names_the_task_in_one_line(monkeypatch):
     monkeypatch.setattr(manager.TaskManager, "load", raise_no_network)
     with pytest.raises(EvaluationError, match=r"^piqa: its data could not be downloaded: ConnectionError: no network$"):
         tasks._downloaded("piqa")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_download_without_network_fails_before_retries(tmp_path, monkeypatch, offline):
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(tasks, "_downloaded", lambda name: raise_no_network(None, [name]))
+    refused, why = (ConnectionError, "no network") if offline else (EvaluationError, "127.0.0.1:9 does not answer")
+    with pytest.raises(refused, match=why):
+        load_tasks(["piqa"], tmp_path, download=True)
 
 
 def raise_no_network(manager, names):

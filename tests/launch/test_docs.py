@@ -44,6 +44,7 @@ def test_a_dry_run_without_data_is_refused(tmp_path, monkeypatch):
     assert "nowhere.yaml" in json.loads(missing.stdout)["missing_data"]
     ready = CliRunner().invoke(app, [*words, "--json"])
     assert ready.exit_code == 0 and json.loads(ready.stdout)["missing_data"] is None
+    assert "warning: synthetic tokens come from a generator" in ready.stderr
 
 
 def test_documented_thresholds_are_the_defaults():

@@ -21,6 +21,13 @@ def test_runs_in_two_folders_do_not_wait(script):
     assert not any("singleton" in option for option in options)
 
 
+@pytest.mark.parametrize("script", (REPOSITORY / "scripts/slurm").glob("*.sbatch"), ids=lambda script: script.name)
+def test_script_without_sbatch_is_refused(script):
+    env = {name: value for name, value in os.environ.items() if name not in ("SLURM_SUBMIT_DIR", "CODE")}
+    done = subprocess.run([BASH, script], env=env, capture_output=True, text=True)
+    assert done.returncode and done.stderr.endswith("submit this file with sbatch\n") and not done.stdout
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start the script as job 42, while the jobs named are running; return its exit code and what it said."""

@@ -27,6 +27,7 @@ from megatron_blackmamba.launch.submit import (
     prepare,
     submit,
 )
+from megatron_blackmamba.training.start.resume import ResumeError
 from megatron_blackmamba.training.step.progress import Progress
 from tests.data.corpus import write_mixture, write_shard
 
@@ -210,10 +211,9 @@ echo $job
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
 
-def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, monkeypatch):
+def test_submitting_writes_all_before_sbatch_runs(tmp_path, trunk, recording_sbatch, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("weights").mkdir()
-    config = load("tiny", ["folder=runs", "start.from=weights"])
+    config = load("tiny", ["folder=runs", "start.from=trunk"])
     launched = submit(config, JobRequest(nodes=1, gpus_per_node="2", chain=2))
     assert launched.jobs == ("41", "42")
     folder = tmp_path / "runs/tiny/launch/001"
@@ -225,7 +225,7 @@ def test_submitting_writes_all_before_sbatch_runs(tmp_path, recording_sbatch, mo
         assert {str(folder / name) for name in needed} <= set(call)
     written = load(str(folder / "config.yaml"))
     assert written.folder == str(tmp_path / "runs")
-    assert written.start.from_ == str(tmp_path / "weights")
+    assert written.start.from_ == str(tmp_path / "trunk")
     assert (folder / "job.sbatch").read_text() == launched.script
     assert f"CODE={folder}/code\n" in launched.script
     assert launched.run.logs.is_dir()
@@ -262,6 +262,21 @@ def test_branch_is_launched_at_checkpoint_of_its_plan(tmp_path, trunk, recording
     (tmp_path / "image.sif").touch()
     request = JobRequest(nodes=1, gpus_per_node="2", container="image.sif")
     assert f"{tmp_path}/trunk:{tmp_path}/trunk" in prepare(written, request).script
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (["name=trunk", "model.hidden_size=32"], "step 8 was made with\n  model.hidden_size=64"),
+        (["name=trunk", "training.global_batch=32"], r"resume.allow=\[training.global_batch"),
+        (["start.from=trunk", "model.hidden_size=32"], "leave start.from out"),
+    ],
+)
+def test_launch_refuses_settings_that_train_would(tmp_path, trunk, monkeypatch, changes, complaint):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ResumeError, match=complaint):
+        prepare(tiny(tmp_path, *changes), JobRequest(nodes=1, gpus_per_node="2"))
+    prepare(tiny(tmp_path, "name=trunk"), JobRequest(nodes=1, gpus_per_node="2"))
 
 
 def test_branch_refused_by_slurm_leaves_trunk_alone(tmp_path, trunk, fake_sbatch):

@@ -50,7 +50,8 @@ def test_paper_run_is_planned_on_its_own_nodes(monkeypatch):
     epochs = {source["name"]: round(source["epochs"], 4) for source in answer["data"]["sources"]}
     assert epochs["pile"] == 0.3246
     assert epochs["pg19"] == 0.8115
-    assert "BLACKMAMBA_DATA" in answer["data"]["missing"]
+    missing = answer["data"]["missing"]
+    assert missing.startswith("no shards of pile, slimpajama, ") and missing.count("BLACKMAMBA_DATA") == 2
     assert answer["layout"]["works"]
     assert answer["layout"]["fits"]
     assert answer["storage"]["checkpoint"] == pytest.approx(14 * 1_458_462_072, rel=0.001)
@@ -117,6 +118,11 @@ def test_broken_layouts_are_refused_with_the_reason(overrides, reason):
     assert any(reason in why for why in made.placed.refused)
     assert not made.placed.fits
     assert "What works" in table.refusal(made.placed)
+
+
+def test_advice_names_a_number_of_nodes_once():
+    made = estimate.make_plan(load("blackmamba_1.5b"), Asked(8, 8, H100))
+    assert made.placed.advice.count("on 7 nodes") == 1
 
 
 def test_advice_counts_nodes_and_says_that_nothing_fits():
@@ -338,6 +344,7 @@ def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     assert "max_epochs is 0.5" in refused.refused_data
     done = CliRunner().invoke(app, ["plan", "tiny", *overrides])
     assert str(done.exception) == f"training would refuse the data: {refused.refused_data}"
+    assert "--check prints only why" in printed(refused).splitlines()[1]
     assert refused.refused_data not in " ".join(done.output.split())  # the message at the end is the only one
 
 
@@ -381,7 +388,7 @@ def test_repeated_sources_and_wide_tensor_ranks_give_warnings(tmp_path):
 def test_a_missing_mixture_file_is_named():
     planned = estimate.make_plan(load("tiny", ["data.kind=mixture", "data.mixture=nowhere.yaml"]))
     assert planned.sources == () and planned.missing_data == "nowhere.yaml: no such mixture file"
-    assert "Data not found: nowhere.yaml: no such mixture file" in printed(planned)
+    assert printed(planned).splitlines()[1] == "Data not found: nowhere.yaml: no such mixture file"
 
 
 def test_fp64_has_no_plan_for_gpus():

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_blackmamba.checkpoint import Checkpoints, NotFiniteError, SaveError
@@ -25,7 +26,8 @@ class Saver:
         self._retry_at: int | None = None
         self._not_finite = False
         self._newest = 0
-        self._gives_up = False
+        self._attempt = 0
+        """Which attempt to save the last step this is; 0 before."""
         self.last_failed = False
         """The last step could not be written. Another start, on another disk or node, may succeed."""
 
@@ -42,10 +44,9 @@ class Saver:
 
     def last(self, step: int) -> bool:
         """Save `step`, wait until it is on disk, and return whether it is. On a full disk, try for a while."""
-        for attempt in range(1, LAST_ATTEMPTS + 1):
-            if attempt > 1:
+        for self._attempt in range(1, LAST_ATTEMPTS + 1):
+            if self._attempt > 1:
                 time.sleep(LAST_PAUSE_SECONDS)
-            self._gives_up = attempt == LAST_ATTEMPTS
             if self._begun != step:
                 self._begin(step)
             self._finish(step, wait=True)
@@ -98,8 +99,10 @@ class Saver:
             return
         if step is not None:
             self._retry_at = step + self.config.retry_every
-        retried = not self._gives_up
-        self.report(NotSaved(step=step, problem=str(error), disk=self._disk(), retried=retried, newest=self._newest))
+        if 1 < self._attempt < LAST_ATTEMPTS:  # the first one is reported, and the last one with their number
+            return
+        failed = NotSaved(step=step, problem=str(error), disk=self._disk(), newest=self._newest)
+        self.report(replace(failed, retried=self._attempt < LAST_ATTEMPTS, attempts=max(1, self._attempt)))
 
     def _disk(self) -> str:
         """Return the free space and the size of a checkpoint: torch does not always say that the disk was full."""

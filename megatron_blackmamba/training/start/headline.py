@@ -8,6 +8,8 @@ from megatron_blackmamba.plan.parameters import Parameters
 from megatron_blackmamba.runtime import device
 from megatron_blackmamba.training.start import fit
 
+SYNTHETIC = "synthetic tokens come from a generator; data.mixture=FILE trains on text"
+
 
 def lines(config: RunConfig, processes: int, count: Parameters | None) -> list[str]:
     """Return the description of a run, and notes on it; refuse one that looks ahead, or cannot fit into this machine.
@@ -33,7 +35,7 @@ def lines(config: RunConfig, processes: int, count: Parameters | None) -> list[s
 def _notes(config: RunConfig) -> list[str]:
     notes = []
     if config.data.kind == "synthetic":
-        notes.append("synthetic tokens come from a generator; data.mixture=FILE trains on text")
+        notes.append(SYNTHETIC)
     notes += validation.notes(config)
     if config.training.precision == "bf16" and not device.has_cuda():
         notes.append("small models learn more with training.precision=fp32, which may also be faster on CPUs")

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_blackmamba import layers, routers
+from megatron_blackmamba.checkpoint.manifest import CheckpointError, step_in_name
 from megatron_blackmamba.checkpoint.reading import find_checkpoint, read_state, saved_config
 from megatron_blackmamba.config import ModelConfig, RunConfig, extensions
 from megatron_blackmamba.config.checks import problem_of_model
@@ -92,6 +93,19 @@ def _changes_routing(key: str, model: ModelConfig) -> str:
     if key.startswith("parallel.") and isinstance(layouts, routers.Cannot):
         return f"; {layouts.reason}"
     return ""
+
+
+def refuse_continuation(config: RunConfig) -> None:
+    """Raise ResumeError if this config may not continue the run's newest checkpoint, before a job is queued for it."""
+    run = RunFolder.of(config)
+    if not run.latest.is_file():
+        return
+    try:
+        folder = find_checkpoint(run.root)
+        saved = saved_config(folder, read_state(folder))
+    except CheckpointError:  # training may find an older one, or says what is wrong
+        return
+    refuse_changes(saved.model_dump(mode="json", by_alias=True), config, step_in_name(folder) or 0)
 
 
 def refuse_start(config: RunConfig, *, resumes: bool = True) -> None:
