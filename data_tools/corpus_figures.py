@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_blackmamba.data_tools.inspection import Document, Lengths, documents_at, lengths_of
+from megatron_blackmamba.data_tools.mixture import read_mixtures
 from megatron_blackmamba.data_tools.near_copies import NearCopies, near_copies
 from megatron_blackmamba.data_tools.recipes import Language
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.find_shards import find_shards
-from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.shards import Shard
 
 VALIDATION = " (validation)"
@@ -73,9 +73,10 @@ def groups_of(paths: Sequence[str]) -> dict[str, list[Shard]]:
     A folder named `validation`, as --hold-out makes it, holds the validation shards of the folder around it.
     """
     groups: dict[str, list[Shard]] = {}
+    mixtures = read_mixtures(paths)
     for path in paths:
-        if path.endswith((".yaml", ".yml")):
-            for name, (training, validation) in Mixture.read(path).open_all().items():
+        if path in mixtures:
+            for name, (training, validation) in mixtures[path].open_all().items():
                 groups.setdefault(name, []).extend(training)
                 groups.setdefault(name + VALIDATION, []).extend(validation)
             continue

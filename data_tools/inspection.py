@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_blackmamba.data_tools.mixture import read_mixtures
 from megatron_blackmamba.data_tools.provenance import Origin, origin
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.find_shards import find_shards
-from megatron_blackmamba.formats.mixture import Mixture
 from megatron_blackmamba.formats.shards import Idx, Shard, ShardError
 from megatron_blackmamba.tokenizer import Tokenizer, load_tokenizer
 
@@ -125,10 +125,10 @@ class Lengths:
 def by_source(paths: Sequence[str]) -> list[Lengths]:
     """Return the lengths of every source of a mixture file, and of every folder of shards."""
     groups: dict[str, list[np.ndarray]] = {}
+    mixtures = read_mixtures(paths)
     for path in paths:
-        if path.endswith((".yaml", ".yml")):
-            mixture = Mixture.read(path)
-            for name, (training, _) in mixture.open_all().items():
+        if path in mixtures:
+            for name, (training, _) in mixtures[path].open_all().items():
                 groups.setdefault(name, []).extend(_lengths(shard.idx) for shard in training)
         else:
             for shard in find_shards(path):

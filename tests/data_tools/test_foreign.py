@@ -195,6 +195,8 @@ def test_lengths_are_shown_by_source(tmp_path, run, write_jsonl, tokenizer):
         run(write_jsonl(f"{name}.jsonl", texts), out=f"tokens/{name}")
         lengths[name] = [1 + len(tokenizer.encode(text)) for text in texts]
     (tmp_path / "tokens/mix.yaml").write_text("sources: [{name: short, shards: short}, {name: long, shards: long}]")
+    (tmp_path / "tokens/mix").symlink_to("mix.yaml")  # a mixture file may have any name
+    assert [found.source for found in by_source([str(tmp_path / "tokens/mix")])] == [*lengths]
     for found in by_source([str(tmp_path / "tokens/mix.yaml")]):
         expected = np.array(lengths[found.source])
         assert (found.documents, found.tokens) == (len(expected), expected.sum())
