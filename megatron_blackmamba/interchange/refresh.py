@@ -5,7 +5,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import sync_folder
 from megatron_blackmamba.interchange import hf
 from megatron_blackmamba.interchange.canonical import InterchangeError
@@ -28,7 +27,7 @@ class Change:
 
 def refresh(folder: Path) -> list[Change]:
     """Give an export this version's code files and return what changed; a call that was killed can be repeated."""
-    ours = hf.modeling_files(_config_of(folder))
+    ours = _files_for(folder)
     for left_over in folder.glob(".*_blackmamba.py.new"):
         left_over.unlink()
     theirs = {file.name: file.read_text("utf-8", "replace") for file in hf.code_files(folder)}
@@ -50,8 +49,8 @@ def refresh(folder: Path) -> list[Change]:
     return [_change(name, theirs.get(name), ours.get(name)) for name in stale]
 
 
-def _config_of(folder: Path) -> ModelConfig:
-    """Return the config of an export; refuse another folder."""
+def _files_for(folder: Path) -> dict[str, str]:
+    """Return this version's code files for an export; refuse another folder."""
     if not (folder / CONFIG).is_file():
         raise InterchangeError(f"{folder}: has no {CONFIG}. Name a folder written by `export hf` or `save_pretrained`")
     config, content = hf.read_config(folder / CONFIG)
@@ -61,7 +60,7 @@ def _config_of(folder: Path) -> ModelConfig:
             f"{folder / CONFIG}: auto_map takes the code from {elsewhere[0].split('--')[0]} on the hub, not from the "
             "folder. Remove that prefix from auto_map first"
         )
-    return config
+    return hf.modeling_files(config)
 
 
 def _beside(path: Path) -> Path:

@@ -20,12 +20,11 @@ from megatron_blackmamba.routers import kind_of
 @torch.inference_mode()
 def observe(model: Canonical, tokens_BS: Tensor) -> Observation:
     """Return the outputs of the Hugging Face modeling code."""
-    from megatron_blackmamba.hf import layers_blackmamba
-    from megatron_blackmamba.hf.modeling_blackmamba import BlackMambaConfig
+    from megatron_blackmamba.hf import layers_blackmamba, modeling_blackmamba
 
     for table, entry, own_class in own_classes(model.config):
         getattr(layers_blackmamba, table)[entry] = own_class
-    config = BlackMambaConfig(
+    config = modeling_blackmamba.BlackMambaConfig(
         **{**to_json(model.config, model.sequence_length, torch.float32), "kernels": "torch", "auto_map": None}
     )
     embedding_VD = model.entries["embedding.word_embeddings.weight"].load().float()

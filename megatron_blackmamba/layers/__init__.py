@@ -6,7 +6,7 @@ A folder in this package whose `kind.py` defines a LayerKind is found by itself;
 import re
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_blackmamba import norms
 from megatron_blackmamba.costs import Sizes, Work
@@ -119,9 +119,8 @@ def stacks_of(model: "ModelConfig") -> dict[str, Stack]:
 
 def obstacles(model: "ModelConfig") -> list[str]:
     """Return why layers of a model, or its last norm, have no class in the modeling files; empty if all have one."""
-    of_norm = norms.kind_of(model.final_norm).exported(model)
-    answers = (*(kind.exported(model) for kind in kinds_in(model.pattern)), of_norm)
-    return [answer.reason for answer in answers if isinstance(answer, Cannot)]
+    kinds: tuple[Any, ...] = (*kinds_in(model.pattern), norms.kind_of(model.final_norm))
+    return [answer.reason for kind in kinds if isinstance(answer := kind.exported(model), Cannot)]
 
 
 def described() -> str:

@@ -126,9 +126,7 @@ class LayerKind(Kind, ABC):
         """Return the shapes of what `between` remembers of a sequence, by name; {}: nothing; None: it cannot decode."""
         return None
 
-    def computed(
-        self, rows: Weight, projected: Tensor, given: dict[str, Any], model: ModelConfig, before: Any = ()
-    ) -> list[Tensor]:
+    def computed(self, rows: Weight, projected: Tensor, given: Any, model: ModelConfig, before: Any = ()) -> Any:
         """Return what `between` computes of in_proj's rows, in their dtype, and the state behind them.
 
         Args:
@@ -141,8 +139,7 @@ class LayerKind(Kind, ABC):
         found = self.between(**given)  # type: ignore[misc]
         y, *after = found if isinstance(found, tuple) else (found,)
         if len(after) != len(named):
-            expected = ", ".join(("the output", *named))
-            raise KindError(f"{type(self).__name__}.between returned {1 + len(after)} tensors. Return {expected}.")
+            raise KindError(f"{type(self).__name__}.between returned {len(after)} states, and state names {named}")
         return [y.to(projected.dtype), *after]
 
     def shapes(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -208,7 +205,7 @@ class LayerKind(Kind, ABC):
     def decoding(self, model: ModelConfig) -> Decoding | Cannot:
         """Return how the layer decodes."""
         if self.decode is None and self.mixer is None and self.state(model) is not None:
-            return KindDecoding(self, model)
+            return KindDecoding(self.weights(model)["in_proj.weight"], self)
         if self.decode is None:
             what, kind = f"{self.name} layers ({self.letter}) cannot generate, nor be scored", type(self).__name__
             return Cannot(f"{what}: {kind} has no `state` beside `between`, nor `decode` (docs/extending.md)")

@@ -95,8 +95,8 @@ class ProjectedDecoding(Decoding):
     rows_of: ClassVar[Callable[[ModelConfig], Weight]]
     """What the kind declares of this projection."""
 
-    def __init__(self, rows: Weight) -> None:
-        self.rows = rows
+    def __init__(self, rows: Weight, kind: Any = None) -> None:
+        self.rows, self.kind = rows, kind
 
     @classmethod
     def of(cls, model: ModelConfig) -> Decoding:
@@ -127,15 +127,10 @@ class ProjectedDecoding(Decoding):
 class KindDecoding(ProjectedDecoding):
     """The decoding of a kind that computes `between` its projections, and whose `state` names what it remembers."""
 
-    def __init__(self, kind: Any, model: ModelConfig) -> None:
-        super().__init__(kind.weights(model)["in_proj.weight"])
-        self.kind = kind
-
     def pack(self, get: Callable[..., Tensor], model: ModelConfig, dtype: torch.dtype, device: Any) -> Any:
-        exact = self.kind.kept_in_fp32
-        weights = {name: get(name) if name in exact else get(name, dtype) for name in self.kind.weights(model)}
-        in_proj, out_proj = (weights.pop(f"{name}.weight") for name in ("in_proj", "out_proj"))
-        return SimpleNamespace(in_proj=in_proj, out_proj=out_proj, own=weights)
+        kind = self.kind
+        own = {name: get(name) if name in kind.kept_in_fp32 else get(name, dtype) for name in kind.weights(model)}
+        return SimpleNamespace(in_proj=own.pop("in_proj.weight"), out_proj=own.pop("out_proj.weight"), own=own)
 
     def shapes(self, model: ModelConfig) -> tuple[tuple[int, ...], ...]:
         return tuple((self.kind.state(model) or {}).values())
