@@ -8,9 +8,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats import atomic, run_folder
 
-NAME = "manifest.json"
+NAME = run_folder.MANIFEST
 VERSION = 1
 CHUNK = 1 << 22
 TABLE = ".metadata"

@@ -2,10 +2,12 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_blackmamba.formats.run_folder import MANIFEST, RunFolder
 from megatron_blackmamba.settings import RunConfig
 
 
@@ -29,7 +31,8 @@ def compose(arguments: list[str], quiet: bool = False, to_train: bool = False) -
 
     Args:
         quiet: Do not print notes about renamed or unread keys; the processes that this one starts print them.
-        to_train: Refuse the config of a run that was moved, which would begin anew in the folder it had before.
+        to_train: Refuse the config of a run that was moved, which would begin anew in the folder it had before. Warn of
+            a new run that takes the model of a checkpoint without its weights.
     """
     from megatron_blackmamba.config.load import load, unread
 
@@ -39,6 +42,10 @@ def compose(arguments: list[str], quiet: bool = False, to_train: bool = False) -
     run = load(files, overrides, note=lambda line: note(line, quiet), to_train=to_train)
     for line in unread(run, overrides):
         note(line, quiet)
+    if to_train and not (run.start.from_ or run.start.branch or RunFolder.of(run).latest.is_file()):
+        for folder in (Path(file).parent for file in files if (Path(file).parent / MANIFEST).is_file()):
+            line = f"warning: {run.name} takes its model's shape from {folder}, but starts from random weights"
+            note(f"{line}: add start.from={folder} to start from its weights", quiet)
     return run
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_blackmamba.settings import RunConfig
 
+MANIFEST = "manifest.json"
+"""The last file of a checkpoint to be written; a folder with it is one."""
 WAITING = ".waiting"
 """End of the name of an empty file: lines of the file beside it wait in memory, as on a full disk."""
 

@@ -129,6 +129,7 @@ def export_hf(
     from dataclasses import replace
 
     from megatron_blackmamba.interchange import convert, following, push
+    from megatron_blackmamba.interchange.native import nearest
 
     how: dict[str, Any] = {"shard_bytes": int(shard_gb * 1e9), "processes": nproc, "as_native": native}
     how["overwrite"] = overwrite
@@ -148,6 +149,11 @@ def export_hf(
     if push_to is not None:
         push.check_name(push_to)
     model = replace(_held(_opened(checkpoint, tokenizer, ema), native), license=license)
+    if not native and not (found := nearest(model.config))[1]:
+        _say(
+            f"note: {out} loads with trust_remote_code=True. --native writes a {found[0].model_type} of transformers,"
+            " without code, which vLLM and llama.cpp read"
+        )
     uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
     _run(convert.to_hf, model, out, dtype, as_json, how, said=uploads)
     if push_to is None:
@@ -274,6 +280,8 @@ def import_hf(
         model = upcycled(model, experts, top_k)
     how = {"verify": verify, "original": source, "overwrite": overwrite}
     _run(convert.to_checkpoint, model, out, dtype, as_json, how)
+    if (source / "chat_template.jinja").is_file():
+        _say(f"note: {out} leaves out {source}/chat_template.jinja: copy it into exports of this model")
 
 
 @import_app.command("zyphra")

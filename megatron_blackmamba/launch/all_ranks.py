@@ -166,7 +166,8 @@ class Chair:
             if self.concluded.is_set():
                 return 1
             self.concluded.set()
-            print("\n".join([*summary(self.reports), *verdict.lines()]), flush=True)
+            alone = ["one rank alone: start it with srun to compare nodes and measure links"] if self.size == 1 else []
+            print("\n".join([*summary(self.reports), *verdict.lines(), *alone]), flush=True)
             if self.unfit_file:
                 temporary = self.unfit_file.with_name(f".{self.unfit_file.name}.tmp")
                 temporary.write_text("".join(f"{node}\n" for node in sorted(verdict.unfit)), encoding="utf-8")

@@ -23,7 +23,7 @@ from megatron_blackmamba.formats.events import (
     read_events,
     still_valid,
 )
-from megatron_blackmamba.formats.run_folder import RunFolder, near
+from megatron_blackmamba.formats.run_folder import MANIFEST, RunFolder, near
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.training.metrics import metric_of
 
@@ -177,6 +177,11 @@ def _read_run(run: Path, until: int | None = None) -> History:
     if not recorded.last:
         if folder.latest.is_file() or folder.done.is_file():
             raise ReportError(f"{folder.metrics} has no steps, although the run has saved: it was removed or emptied")
+        if (run / MANIFEST).is_file():
+            raise ReportError(
+                f"{run}: an imported model or a checkpoint has no training to show. `blackmamba evaluate MODEL --text"
+                " FILE` scores it, and a run alike"
+            )
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: try again after its first step")
     happened = [occurrence.event for occurrence in read_events(folder.events)]
     begun = [event for event in happened if isinstance(event, Started | Branched | Resumed)]

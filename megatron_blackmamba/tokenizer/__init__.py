@@ -283,7 +283,9 @@ def _find_file(name: str | os.PathLike[str], revision: str | None) -> Path:
         re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text) and not text.endswith(".json") and text[0] not in "./~"
     )
     if not could_be_on_the_hub or (text.count("/") and path.parent.exists()):
-        raise TokenizerError(f"{path}: no such tokenizer file (working folder: {Path.cwd()})")
+        below = next(path.parent.glob(f"*/{path.name}"), None)  # tokenize --hold-out makes two folders
+        meant = f"; did you mean {below}?" if below else ""
+        raise TokenizerError(f"{path}: no such tokenizer file (working folder: {Path.cwd()}){meant}")
     try:
         import huggingface_hub as hub
 

@@ -173,6 +173,19 @@ def test_notes_are_silenced_by_quiet(quiet, said, capsys):
     assert capsys.readouterr().err == said
 
 
+def test_model_without_its_weights_is_warned_of(tmp_path, capsys):
+    """Continuing an imported model takes both its model.yaml and start.from."""
+    words = ["tiny", str(tmp_path / "model.yaml"), f"folder={tmp_path}"]
+    (tmp_path / "model.yaml").write_text("model: {hidden_size: 32}\n")
+    arguments.compose(words, to_train=True)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "manifest.json").touch()
+    arguments.compose(words, to_train=True)
+    assert f"starts from random weights: add start.from={tmp_path} to" in capsys.readouterr().err
+    arguments.compose([*words, f"start.from={tmp_path}"], to_train=True)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("words", "refused"),
     [

@@ -1,12 +1,14 @@
 """The verbs export and import, as they are typed."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
-from megatron_blackmamba.interchange import hf, megatron, parity
+from megatron_blackmamba.config import load
+from megatron_blackmamba.interchange import hf, megatron, parity, verification
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical
@@ -42,6 +44,13 @@ def test_a_checkpoint_is_exported_and_imported_again(blackmamba, silu, tokenizer
     done = blackmamba("export", "zyphra", "back", "released", "--no-verify")
     assert "warning: This model's experts gate with SiLU" in done.stderr
     assert "not compared" in done.stdout
+
+
+def test_wrong_pair_is_told_apart_by_its_pattern():
+    ours, theirs = (SimpleNamespace(config=load("tiny", [f"model.pattern={each}"]).model, source=each) for each in "MS")
+    with pytest.raises(InterchangeError, match=r"^S: not the model of M: model\.pattern is S, not M") as told:
+        verification._same_config(ours, theirs)
+    assert "mamba_moe_layers" not in str(told.value)
 
 
 def test_an_export_is_verified_against_its_source(blackmamba, silu, tokenizer_file, tmp_path):

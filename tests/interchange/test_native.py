@@ -110,11 +110,16 @@ def test_export_writes_the_same_text_without_code(back):
 @thorough
 def test_commands_go_both_ways_and_transformers_agrees(tmp_path):
     folder = write_model("nemotron_h", tmp_path / "model")
-    for command in (["import", "hf", folder, "checkpoint"], ["export", "hf", "checkpoint", "out", "--native"]):
+    (folder / "chat_template.jinja").touch()
+    for command, note in (
+        (["import", "hf", folder, "checkpoint"], "leaves out "),
+        (["export", "hf", "checkpoint", "ours", "--check", "none"], "--native writes a nemotron_h of transformers"),
+        (["export", "hf", "checkpoint", "out", "--native"], ""),
+    ):
         told = CliRunner().invoke(
-            app, [str(tmp_path / word) if word in ("checkpoint", "out") else str(word) for word in command]
+            app, [str(tmp_path / word) if word in ("checkpoint", "ours", "out") else str(word) for word in command]
         )
-        assert told.exit_code == 0, told.output
+        assert told.exit_code == 0 and note in told.output, told.output
     assert "top-1 agreement 144/144, same greedy token 16/16 (loaded by transformers" in told.output
 
 
@@ -190,6 +195,19 @@ def test_inconvertible_model_is_named_by_key_and_value(model_type, changes, told
         write_model(model_type, folder)
     with pytest.raises(InterchangeError, match=rf"^{tmp_path}.*{told}"):
         native.read(changed(folder, tmp_path / "model", **changes))
+
+
+def test_older_name_of_head_dim_is_read(tmp_path):
+    keys = {**SIZES, **ODD["nemotron_h"]}
+    folder = write_model("nemotron_h", tmp_path / "model", **keys)
+    file = folder / "config.json"
+    content = json.loads(file.read_text())
+    older = {**content, "attention_head_dim": content["head_dim"]}
+    file.write_text(json.dumps({key: value for key, value in older.items() if key != "head_dim"}))
+    assert native.read(folder).config.attention.head_dim == keys["head_dim"]
+    file.write_text(json.dumps(older | {"head_dim": 128}))
+    with pytest.raises(InterchangeError, match="head_dim and attention_head_dim differ"):
+        native.read(folder)
 
 
 def test_import_names_an_extra_depth_it_leaves_out(tmp_path):

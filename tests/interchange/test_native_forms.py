@@ -53,6 +53,15 @@ def test_these_settings_make_a_native_model(overrides, model_type):
     assert config.vocab_size == model.vocab_size
 
 
+def test_model_without_experts_has_no_keys_of_them():
+    model = load("tiny", [*NEMOTRON, "model.pattern=S*-"]).model
+    architecture, obstacles = native.nearest(model)
+    keys = architecture.exported(model)
+    assert (architecture.model_type, obstacles) == ("nemotron_h", [])
+    assert not [key for key in keys if key.startswith(("moe_", "num_experts", "n_routed"))]
+    assert AutoConfig.for_model("nemotron_h", **keys).intermediate_size == model.mlp_hidden_size
+
+
 @pytest.mark.parametrize("family", native.ARCHITECTURES, ids=lambda family: family.model_type)
 def test_keys_a_file_lacks_have_defaults_that_convert(family):
     """A config.json may leave out what equals its class's default, so a missing key must mean what import assumes."""

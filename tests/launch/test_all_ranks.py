@@ -1,4 +1,6 @@
 import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +106,14 @@ def test_rank_that_cannot_reach_rank_zero_says_where(monkeypatch, capsys):
     monkeypatch.setattr(all_ranks, "_end_after", lambda seconds, why: None)
     assert examine_all(Thresholds(), 1.0, [], None) == 1
     assert "cannot reach rank 0 at 127.0.0.1:9" in capsys.readouterr().err
+
+
+@thorough
+def test_one_rank_alone_is_told_to_use_srun():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_blackmamba", "doctor", "--all-ranks"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "one rank alone: start it with srun" in done.stdout
 
 
 def test_products_are_timed_until_they_end(monkeypatch):

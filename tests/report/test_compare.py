@@ -18,7 +18,7 @@ from rich.console import Console
 from megatron_blackmamba.config import load, to_yaml
 from megatron_blackmamba.formats.evaluations import Evaluation, ScoringKey, TaskResult
 from megatron_blackmamba.formats.events import Resumed
-from megatron_blackmamba.formats.run_folder import RunFolder
+from megatron_blackmamba.formats.run_folder import MANIFEST, RunFolder
 from megatron_blackmamba.report import ReportError
 from megatron_blackmamba.report.comparison_answer import answer
 from megatron_blackmamba.report.comparison_figures import bootstrap, common_end, paired, read_all, short_names
@@ -281,6 +281,9 @@ def test_runs_list_launched_and_configless_runs(two, tmp_path):
 def test_emptied_metrics_of_run_that_saved_are_named(two):
     (two[0] / "metrics.jsonl").write_text("")
     with pytest.raises(ReportError, match="try again after its first step"):
+        read_history(two[0])
+    (two[0] / MANIFEST).touch()
+    with pytest.raises(ReportError, match="an imported model or a checkpoint has no training"):
         read_history(two[0])
     (two[0] / "done").touch()
     with pytest.raises(ReportError, match="has no steps, although the run has saved"):

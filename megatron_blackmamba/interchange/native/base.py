@@ -181,7 +181,8 @@ class Architecture(ABC):
         if unknown:
             found = ", ".join(f"{name} is {left[name]!r}" for name in unknown)
             raise InterchangeError(
-                f"{path}: {found}, which import does not know for {self.model_type}. Remove what changes no output"
+                f"{path}: {found}, which import does not know for {self.model_type}. Remove what changes no output,"
+                " but never a size, which would then have another value"
             )
         unread = tuple(f"{key}." for key in unread_keys(ours["pattern"]))
         read = {key: value for key, value in ours.items() if not f"{key}.".startswith(unread)}

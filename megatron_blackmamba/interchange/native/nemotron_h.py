@@ -34,6 +34,10 @@ NO_BOUND = 1e-30
 LINEAR = {"mixer.linear_fc1.weight": "mixer.up_proj.weight", "mixer.linear_fc2.weight": "mixer.down_proj.weight"}
 
 
+OF_EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_", "routed_scaling_factor")
+"""Starts of the keys that only expert layers read."""
+
+
 class NemotronH(Architecture):
     model_type, class_name = "nemotron_h", "NemotronHForCausalLM"
     fields = {
@@ -94,7 +98,7 @@ class NemotronH(Architecture):
             *("layers_block_type", "layer_types", "hybrid_override_pattern", "expand", *EXTRA_KEYS),
             *("num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype"),
             *("moe_shared_expert_overlap", "output_router_logits", "rope_theta", "partial_rotary_factor"),
-            *("time_step_rank", "norm_eps", "router_dtype", "num_nextn_predict_layers"),
+            *("attention_head_dim", "time_step_rank", "norm_eps", "router_dtype", "num_nextn_predict_layers"),
         }
     )
     layers, ends = "backbone.layers.{i}.", ("backbone.embeddings.weight", "backbone.norm_f.weight")
@@ -144,6 +148,13 @@ class NemotronH(Architecture):
         theirs = _theirs(pattern)
         return None if theirs is None else {"hybrid_override_pattern": theirs, "num_hidden_layers": len(pattern)}
 
+    def exported(self, model: ModelConfig) -> dict[str, Any]:
+        """Leave out the keys of experts in a model without any: tools tell by them whether it has some."""
+        found = super().exported(model)
+        if Experts.letter in model.pattern:
+            return found
+        return {key: value for key, value in found.items() if not key.startswith(OF_EXPERTS)}
+
     def more_exported(self, model: ModelConfig) -> dict[str, Any]:
         if not model.mtp.pattern:
             return {"num_nextn_predict_layers": 0}
@@ -170,6 +181,10 @@ class NemotronH(Architecture):
         return {"mtp.pattern": ahead, "mtp.reads": "norm"}
 
     def imported(self, content: Mapping[str, Any], path: Path) -> ModelConfig:
+        if "attention_head_dim" in content:  # the name of head_dim in NVIDIA's older code
+            content = {"head_dim": content["attention_head_dim"], **content}
+            if content["head_dim"] != content["attention_head_dim"]:
+                raise InterchangeError(f"{path}: head_dim and attention_head_dim differ. Remove the wrong one")
         model = super().imported(content, path)
         if Experts.letter in model.pattern and model.top_k == 1:
             raise InterchangeError(
