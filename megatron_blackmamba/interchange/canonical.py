@@ -4,6 +4,7 @@ The released checkpoint and a Hugging Face export both use these names. A reader
 A writer requests one tensor after another, so no conversion needs more memory than the largest tensor.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -97,8 +98,11 @@ class Canonical:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the large matrices."""
-        return self.entries["embedding.word_embeddings.weight"].dtype
+        """Return the dtype of most weights."""
+        sizes: Counter[torch.dtype] = Counter()
+        for entry in self.entries.values():
+            sizes[entry.dtype] += torch.Size(entry.shape).numel()
+        return sizes.most_common(1)[0][0]
 
     @property
     def bytes(self) -> int:

@@ -32,8 +32,8 @@ def answer(folder: str, question: str, destination: str, code: str = "the folder
     prompts, text = asked["prompts"], bytes(asked["text"].tolist()).decode()
     config = config_of(folder)
     own_code = "auto_map" in config and code != "own"
-    kind = {"trust_remote_code": True} if own_code else {"torch_dtype": torch.float32, "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(folder, **kind).float().eval()  # fp32 before anything is rounded
+    kind = {"torch_dtype": torch.float32, "trust_remote_code": own_code}  # fp32 before anything is rounded
+    model = AutoModelForCausalLM.from_pretrained(folder, **kind).float().eval()
     if not own_code:
         require_groups(model)
     if code == "own":

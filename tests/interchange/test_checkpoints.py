@@ -133,7 +133,8 @@ def test_bf16_checkpoint_keeps_the_recurrence_in_fp32(silu, tmp_path):
 def test_mixed_precision_is_copied_exactly(silu, half, tmp_path):
     name = "embedding.word_embeddings.weight"
     mixed = canonical(silu.with_weights(**{name: silu.weights[name].to(half)}))
-    convert.to_hf(mixed, tmp_path / "hf", check="none")
+    convert.to_hf(mixed, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "float32"
     convert.to_checkpoint(mixed, tmp_path / "ours")
     convert.to_zyphra(mixed, tmp_path / "released")
     verify(tmp_path / "hf", against=tmp_path / "ours", check="none")
