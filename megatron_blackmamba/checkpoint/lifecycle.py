@@ -2,7 +2,8 @@
 
 A checkpoint is written to a hidden folder. When every rank has written and synced its part, rank 0 writes the manifest,
 renames the folder, and only then moves `latest`. If the run is killed at any moment, earlier checkpoints are untouched,
-and the next save removes the hidden folder.
+and the next save removes the hidden folder. A second checkpoint of a step, as after a rewind, replaces the first, which
+comes back if the run is killed in between.
 
 A save may fail on any rank at any moment. No rank raises while others may wait for it: the ranks exchange the outcome
 of their parts, and raise the same SaveError together.
@@ -32,11 +33,13 @@ from megatron_blackmamba.formats.evaluations import is_claimed
 from megatron_blackmamba.formats.events import Damaged, Event, NotRemoved, Saved, of_kind, read_events
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.model import LanguageModel
-from megatron_blackmamba.runtime import device
 from megatron_blackmamba.runtime.world import World, gathered
 from megatron_blackmamba.version import __version__
 
 from megatron.core.optimizer import MegatronOptimizer
+
+REPLACED = ".replaced"
+"""Suffix of the hidden name that a checkpoint has while another one of its step takes its place."""
 
 
 class NotFiniteError(SaveError):
@@ -71,6 +74,7 @@ class Checkpoints:
         for another reason, this raises an error: only the user may decide to start the run over.
         """
         damaged: list[tuple[int, str]] = []
+        found_by_main(self.world, self._bring_back)
         steps = self.steps()
         self._look_for_lost(steps)
         for step in reversed(steps):
@@ -167,7 +171,7 @@ class Checkpoints:
         assert self.write is not None
         if wait:
             self.alive(f"saving step {step}")
-        elif self._any(self.write.running()):
+        elif self.world.any_rank(self.write.running()):
             return []
         self.step_being_written = None
         with self._removing_leftovers(step):
@@ -179,10 +183,14 @@ class Checkpoints:
 
     def _prepare(self, partial: Path) -> None:
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._bring_back()
         for left_over in self.folder.checkpoints.glob(".step_*"):
             shutil.rmtree(left_over, ignore_errors=True)
         self._refuse_full_disk()
         partial.mkdir()
+
+    def _bring_back(self) -> None:
+        atomic.bring_back(self.folder.checkpoints, REPLACED)
 
     @contextmanager
     def _removing_leftovers(self, step: int) -> Iterator[None]:
@@ -229,10 +237,10 @@ class Checkpoints:
         if self.folder.tokenizer.is_file():
             atomic.write_bytes(partial / "tokenizer.json", self.folder.tokenizer.read_bytes())
         manifest.write(partial, step, self._entries(partial, parts), self._facts())
-        if final.exists():  # published before, but then `latest` could not be moved
-            os.rename(final, _out_of_the_way(final))
-        os.rename(partial, final)
-        atomic.sync_folder(self.folder.checkpoints)
+        # It was published before if the run has gone back to it, or if `latest` could not be moved then.
+        with atomic.replaced(final, partial.with_name(partial.name + REPLACED)):
+            os.rename(partial, final)
+            atomic.sync_folder(self.folder.checkpoints)
         atomic.write_text(self.folder.latest, final.name + "\n")
 
     def _entries(self, partial: Path, parts: list[Part]) -> dict[str, dict[str, Any]]:
@@ -257,7 +265,7 @@ class Checkpoints:
             for step, path in behind[: -settings.keep_last]:
                 kept = settings.is_kept(step) or step in needed
                 if not kept and not is_claimed(self.folder.root, step):
-                    gone = _out_of_the_way(path)
+                    gone = path.with_name(f".{path.name}.removed")  # hidden, so the next save removes it too
                     os.rename(path, gone)  # whole or hidden, whatever happens meanwhile
                     shutil.rmtree(gone)
         except OSError as error:  # the new one is published all the same
@@ -314,14 +322,3 @@ class Checkpoints:
         problems = [found for found in gathered(problem) if found is not None]
         for found in sorted(problems, key=lambda found: not isinstance(found, manifest.DamagedCheckpoint)):
             raise found
-
-    def _any(self, value: bool) -> bool:
-        """Return whether it is true on any rank."""
-        flag = torch.tensor([int(value)], dtype=torch.int32, device=device.device())
-        dist.all_reduce(flag)
-        return bool(flag.item())
-
-
-def _out_of_the_way(checkpoint: Path) -> Path:
-    """Return a hidden name for a checkpoint that is about to be removed. Every save removes what has such a name."""
-    return checkpoint.with_name(f".{checkpoint.name}.removed")

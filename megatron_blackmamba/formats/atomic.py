@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
+"""Files and folders that appear whole or not at all: written beside their place, flushed to disk, then renamed."""
 
 import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,6 +78,30 @@ def publish(temporary: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
         os.close(descriptor)
     os.replace(temporary, path)
     sync_folder(Path(path).parent)
+
+
+@contextlib.contextmanager
+def replaced(path: Path, aside: Path) -> Iterator[None]:
+    """Free the name of a folder for the block. Remove the folder, if there is one, after it; an error brings it back."""
+    exists = path.exists()
+    if exists:
+        os.rename(path, aside)
+    try:
+        yield
+    except BaseException:
+        if exists:
+            with contextlib.suppress(OSError):
+                os.rename(aside, path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def bring_back(folder: Path, suffix: str) -> None:
+    """Rename `.NAME<suffix>` to NAME again where a process was killed inside `replaced`."""
+    for aside in folder.glob(f".*{suffix}"):
+        path = aside.with_name(aside.name[1:].removesuffix(suffix))
+        if not path.exists():
+            os.rename(aside, path)
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

@@ -35,9 +35,8 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
             yield temporary
             for inside, _, _ in os.walk(temporary):
                 sync_folder(Path(inside))
-            if overwrite:
-                _move_away(path)
-            _rename(temporary, path)
+            with atomic.replaced(path, leftovers.beside(path)) if overwrite else contextlib.nullcontext():
+                _rename(temporary, path)
         sync_folder(path.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -67,13 +66,6 @@ def _is_converted(path: Path) -> bool:
     return (
         (path / "config.json").is_file() and card.is_file() and "\n- blackmamba\n" in card.read_text("utf-8", "replace")
     )
-
-
-def _move_away(path: Path) -> None:
-    """Remove a folder; its name is free at once."""
-    old = leftovers.beside(path)
-    os.rename(path, old)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def take_over(path: Path) -> None:

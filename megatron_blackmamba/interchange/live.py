@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron_blackmamba.checkpoint import sharded
 from megatron_blackmamba.checkpoint.agreement import SaveError, each, gathered, together
 from megatron_blackmamba.config import ModelConfig
-from megatron_blackmamba.formats.atomic import sync_folder
+from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.interchange import hf, safetensors_io
 from megatron_blackmamba.interchange.canonical import (
     Canonical,
@@ -39,6 +39,7 @@ from megatron_blackmamba.model import LanguageModel
 from megatron_blackmamba.model.initialise import shards
 from megatron_blackmamba.runtime.world import World
 
+REPLACED = ".old"
 Offset = tuple[int, ...]
 Piece = tuple[Offset, tuple[int, ...]]
 """Where a piece begins in the whole parameter, and its shape."""
@@ -73,6 +74,7 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
 
     def prepare() -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
+        atomic.bring_back(out.parent, REPLACED)
         for left_over in out.parent.glob(".step_*"):
             if re.fullmatch(r"\.step_\d+\.(tmp|old)", left_over.name):  # this run's, not those of an `export hf`
                 shutil.rmtree(left_over)
@@ -91,12 +93,11 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
         hf.write_index(temporary, weights, whole.bytes)
         hf.write_rest(whole, temporary)
         hf.read(temporary)  # every file is there, complete, and has the tensors that the index names
-        sync_folder(temporary)
-        if out.exists():  # of the same step, before the run went back
-            os.rename(out, out.with_name(f".{out.name}.old"))
-        os.rename(temporary, out)
-        sync_folder(out.parent)
-        shutil.rmtree(out.with_name(f".{out.name}.old"), ignore_errors=True)
+        atomic.sync_folder(temporary)
+        # There is one of the same step if the run has gone back to it.
+        with atomic.replaced(out, out.with_name(f".{out.name}{REPLACED}")):
+            os.rename(temporary, out)
+            atomic.sync_folder(out.parent)
 
     try:
         together(world, prepare, "prepare")

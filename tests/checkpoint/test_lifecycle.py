@@ -182,6 +182,32 @@ def test_two_saves_of_a_step_leave_the_second(checkpoints):
     assert names(made) == ["latest", "step_00000001", "step_00000002", "step_00000003"]
 
 
+def test_failed_replacement_keeps_the_first_save(checkpoints, monkeypatch):
+    made, rename = checkpoints("checkpoint.keep_last=1"), os.rename
+    save(made, 1)
+
+    def fails(old, new):
+        if Path(old) == made._partial(1):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fails)
+    with pytest.raises(SaveError, match="step 1: publish"):
+        save(made, 1)
+    monkeypatch.undo()
+    assert names(made) == ["latest", "step_00000001"] and made.newest() == 1
+
+
+@pytest.mark.parametrize("first", ["newest", "save"])
+def test_checkpoint_comes_back_after_a_kill(checkpoints, first):
+    """As the end of a process between the two renames of a replacement leaves it."""
+    made = checkpoints()
+    save(made, 1)
+    made.folder.checkpoint(1).rename(made.folder.checkpoints / ".step_00000001.replaced")
+    made.newest() if first == "newest" else save(made, 2)
+    assert made.steps()[0] == 1
+
+
 def test_left_overs_are_removed_by_the_next_save(checkpoints):
     made = checkpoints()
     for name in (".step_00000001", ".step_00000002.removed"):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     *(
         "EarlyNaN",
         "Edited",
+        "KilledReplacing",
         "LastSaveFails",
         "MovingSource",
         "NaN",
@@ -181,6 +183,21 @@ class Spike(Trainer):
                 batch["labels"].copy_((batch["labels"] * 7 + 3) % self.config.model.vocab_size)
 
         return Altered(super().open_batches(), scramble)
+
+
+class KilledReplacing(Spike):
+    """Rank 0 is killed between the two renames by which a second checkpoint of a step replaces the first."""
+
+    def begin(self):
+        rename = os.rename
+
+        def killed(old, new):
+            if list(Path(new).parent.glob(".step_*.replaced")):
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(old, new)
+
+        os.rename = killed
+        super().begin()
 
 
 class Recording(Spike):

@@ -58,6 +58,17 @@ def test_rewound_spike_samples_are_never_seen_again(forks, tmp_path, undisturbed
     assert sum(samples_of(tmp_path).values()) == 30 * 16
 
 
+def test_killed_while_saving_again_resumes_from_first(forks, tmp_path, undisturbed):
+    rewinding = [*SPIKES, "training.guard.spike=rewind"]
+    assert forks.run(tmp_path, rewinding, trainer="KilledReplacing").wait()[0] == 128 + signal.SIGKILL
+    assert not RunFolder(tmp_path / "run").checkpoint(20).exists()
+    job = forks.run(tmp_path, rewinding, trainer="Spike")
+    assert job.wait() == [0, 0], job.output()
+    assert [record["step"] for record in metrics(tmp_path)] == list(range(1, 31))
+    assert losses(tmp_path)[: BAD_STEP - 1] == undisturbed[: BAD_STEP - 1]
+    assert [(event.step, event.to) for event in events_of(tmp_path, Rewound)] == [(BAD_STEP, 20)] * 2
+
+
 def test_repeated_spikes_after_rewinds_become_the_new_level(forks, tmp_path):
     rewinding = [*SPIKES, "parallel.expert=1", "training.guard.spike=rewind", "training.guard.max_spikes=2"]
     job = forks.run(tmp_path, rewinding, trainer="Shift", ranks=1)
