@@ -16,8 +16,11 @@ from types import TracebackType
 from megatron_blackmamba.console import interrupts
 
 LOST_CONTACT = re.compile(
-    r"gloo|nccl|connection (reset|closed|refused)|broken pipe|timed out waiting|store->get|socket", re.IGNORECASE
+    r"connection (was likely )?(reset|closed|refused)|broken pipe|timed out waiting|pair closure|store->get"
+    r"|remote process|communicator was aborted",
+    re.IGNORECASE,
 )
+"""What gloo, NCCL and PyTorch's store say when a peer has gone."""
 LET_THE_CAUSE_SPEAK = 5.0
 """Seconds that a rank which merely lost its peers waits, so that the failing rank's message stands on top."""
 
@@ -51,14 +54,14 @@ def report_as(rank: int, size: int) -> None:
             sys.__stderr__ or sys.stderr
         )  # torch's own hook calls this one with sys.stderr swapped for a buffer, lost when we exit
         try:
+            what = "failed"
             if size > 1 and _is_consequence(error):
                 time.sleep(LET_THE_CAUSE_SPEAK)
-                print(f"rank {rank} of {size} ends: it lost another rank ({first_line(error)})", file=err)
-            else:
-                text = "".join(traceback.format_exception(kind, error, trace))
-                who = f"rank {rank} of {size} failed:\n" if size > 1 else ""
-                if not say_once(text, lambda: print(f"{who}{text}", end="", file=err, flush=True)):
-                    print(f"rank {rank} of {size} failed in the same way", file=err)
+                what = "lost another rank"
+            text = "".join(traceback.format_exception(kind, error, trace))
+            who = f"rank {rank} of {size} {what}:\n" if size > 1 else ""
+            if not say_once(text, lambda: print(f"{who}{text}", end="", file=err, flush=True)):
+                print(f"rank {rank} of {size} {what} in the same way", file=err)
             sys.stdout.flush()
             err.flush()
         finally:
@@ -75,7 +78,7 @@ def report_as_alone() -> None:
 def _is_consequence(error: BaseException) -> bool:
     import torch.distributed as dist
 
-    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError)):
+    if isinstance(error, (dist.DistNetworkError, ConnectionError)):
         return True
     return isinstance(error, RuntimeError) and bool(LOST_CONTACT.search(str(error)))
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_blackmamba.runtime import failure
 
@@ -70,8 +71,34 @@ def last_words(monkeypatch, capsys):
 def test_lost_ranks_wait_before_they_speak(last_words):
     before, pause, said, code = last_words(ConnectionError("Connection closed by peer"))
     assert before == "" and pause == failure.LET_THE_CAUSE_SPEAK
-    assert said == "rank 1 of 4 ends: it lost another rank (Connection closed by peer)\n"
+    assert said == "rank 1 of 4 lost another rank:\nConnectionError: Connection closed by peer\n"
     assert code == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("cannot open the socket of the tokenizer service"),
+        dist.DistBackendError("NCCL error: invalid usage. Duplicate GPU detected: rank 0 and rank 1"),
+        dist.DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'"),
+    ],
+)
+def test_own_failures_are_no_lost_ranks(last_words, error):
+    said, code = last_words(error)
+    assert said.startswith("rank 1 of 4 failed:\n") and said.endswith(f"{error}\n") and code == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2"),
+        RuntimeError("Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?"),
+        dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network error or a remote process"),
+        dist.DistBackendError("[1] is setting up NCCL communicator, but store->get('0') got error: Broken pipe"),
+    ],
+)
+def test_errors_of_a_lost_rank_are_known(error):
+    assert failure._is_consequence(error)
 
 
 def test_a_process_alone_has_lost_no_rank(last_words):
