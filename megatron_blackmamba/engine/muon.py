@@ -215,8 +215,11 @@ class Muon(Adam):
         self.heads, self.cap = heads, cap
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state; megatron-core fills in two moments for every weight that has none yet."""
         super().load_state_dict(state_dict)
+        self.keep_momentum_alone()
+
+    def keep_momentum_alone(self) -> None:
+        """Leave matrices their momentum, where megatron-core has filled in the two moments of Adam."""
         for shard in self._matrices:
             state = self.state[shard]
             if MOMENTUM not in state and "exp_avg" in state:
@@ -235,13 +238,14 @@ class Muon(Adam):
             for shard, group, update in zip(batch.shards, groups, updates, strict=True):
                 shard.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
         if self.heads:
-            self._clip()
+            self._clip(group_of)
         return loss
 
-    def _clip(self) -> None:
+    def _clip(self, group_of: dict[Tensor, dict[str, Any]]) -> None:
         """Shrink queries and keys by the roots of cap / largest logit; queries alone where several share a key.
 
-        A shared key is left as it is, as in Kimi K2 (arXiv 2507.20534, section 2.1), since other heads read it too.
+        Weights with a learning rate of 0 stay. A shared key is left as it is, as in Kimi K2 (arXiv 2507.20534, section
+        2.1), since other heads read it too.
         """
         assert self.cap is not None
         largest = torch.cat([layer.largest_H for layer in self.heads])
@@ -249,7 +253,7 @@ class Muon(Adam):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.ranks)
         for layer, of_layer in zip(self.heads, largest.split([len(h.largest_H) for h in self.heads]), strict=True):
             layer.largest_H.copy_(of_layer)
-            if layer.shard is None:
+            if layer.shard is None or not group_of[layer.shard]["lr"]:
                 continue
             groups, queries, channels, columns = layer.shape
             factor_GQ = (self.cap / of_layer).where(of_layer > self.cap, 1.0).view(groups, queries, 1)

@@ -10,7 +10,7 @@ from megatron_blackmamba.engine.parts.optimizer import NonFiniteGradient
 from megatron_blackmamba.optimizers import register, unregister
 from megatron_blackmamba.runtime import world
 from tests.optimizers.lion import Lion
-from tests.training.short_runs import Run
+from tests.training.short_runs import KINDS, Run
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -155,3 +155,14 @@ def test_non_finite_gradient_norms_are_refused(place, tmp_path, norm):
 def test_every_change_of_the_optimizer_is_tried():
     here = "tests/engine/test_optimizer.py"
     assert [change.name for change in changes.CHANGES if change.test == here] == list(BREAKS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_before_the_first_update_is_loaded(place, tmp_path, kind):
+    """As when every step so far was skipped."""
+    first = Run(place, tmp_path, kind)
+    first.checkpoints.save(3, {})
+    first.checkpoints.finish(wait=True)
+    resumed = Run(place, tmp_path, kind).resumed()
+    first.taken = resumed.taken
+    assert torch.equal(resumed.train(2).weights(), first.train(2).weights())

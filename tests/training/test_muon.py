@@ -94,6 +94,18 @@ def test_heads_end_at_the_cap(place):
     assert torch.equal(largest_H, before[1])  # validation does not count
 
 
+def test_cap_leaves_weights_that_do_not_learn(place):
+    run = run_of("optimizer.qk_clip=1e-4", "optimizer.groups.mixers.learning_rate=0")
+    trainable = make_trainable(run, model.build(run, place), place)
+    (weight,) = [w for name, w in trainable.model.named_parameters() if "linear_qkv.weight" in name]
+    before, step = weight.detach().clone(), Step(run, place, trainable, sources=1)
+    Schedule(run, trainable.optimizer).set(0)
+    step.gradients(iter([_batch(torch.Generator().manual_seed(0)) for _ in range(2)]))
+    assert step.update().applied
+    trainable.settle()
+    assert torch.equal(weight, before)
+
+
 @pytest.mark.parametrize(
     "options, reason",
     [

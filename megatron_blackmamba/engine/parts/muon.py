@@ -1,6 +1,6 @@
 """Muon in the place of Adam, told which ranges of which weights this rank's shards are."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_blackmamba import optimizers
 from megatron_blackmamba.config import mup
 from megatron_blackmamba.engine.adam import Adam
+from megatron_blackmamba.engine.checked import replace
 from megatron_blackmamba.engine.muon import Heads, Matrix, Muon, Range, Shared, matrices_of
 from megatron_blackmamba.engine.parts.optimizer import Built
 from megatron_blackmamba.layers import Stack
@@ -57,11 +58,18 @@ def know_matrices(built: Built, groups: ProcessGroupCollection) -> dict[str, Ten
                 groups.expt_tp if of_experts else groups.tp,
                 weights[0].new_empty(0, dtype=full),
             )
+            replace(part, "init_state_fn", partial(_fill, part.init_state_fn))
             if (cap := built.settings.qk_clip) is not None:
                 layers = dict(_layers(built, part, groups))
                 part.optimizer.clip_heads(list(layers.values()), cap)
                 noted |= {name: heads.largest_H for name, heads in layers.items()}
     return noted
+
+
+def _fill(fill: Callable[..., None], optimizer: Muon, *config: Any) -> None:
+    """Fill in the state before the first update, which is saved and loaded under the same names as later ones."""
+    fill(optimizer, *config)
+    optimizer.keep_momentum_alone()
 
 
 def products_of(buffer: Any, settings: OptimizerConfig, groups: ProcessGroupCollection) -> int:
