@@ -82,7 +82,7 @@ def publish(temporary: str | os.PathLike[str], path: str | os.PathLike[str]) -> 
 
 @contextlib.contextmanager
 def replaced(path: Path, aside: Path) -> Iterator[None]:
-    """Free the name of a folder for the block. Remove the folder, if there is one, after it; an error brings it back."""
+    """Free the name of a folder, if there is one, for the block. Then remove the folder; an error brings it back."""
     exists = path.exists()
     if exists:
         os.rename(path, aside)
