@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_blackmamba.checkpoint import common, manifest, safety, sharded
-from megatron_blackmamba.checkpoint.agreement import SaveError, found_by_main, together
+from megatron_blackmamba.checkpoint.agreement import SaveError, found_by_main, together, while_any_moves
 from megatron_blackmamba.checkpoint.reading import STATE, find_checkpoint, read_state
 from megatron_blackmamba.checkpoint.writing import Part, Write
 from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.engine.parts import saving
 from megatron_blackmamba.engine.parts.ema import Ema
 from megatron_blackmamba.formats import atomic, branches
 from megatron_blackmamba.formats.evaluations import is_claimed
@@ -60,7 +61,7 @@ class Checkpoints:
         alive: Callable[[str], None] = lambda what: None,
         ema: Ema | None = None,
     ):
-        """Open the checkpoints; `report` gets events of the run, `alive` is called before long operations."""
+        """Open the checkpoints; `report` gets events of the run; `alive` is called while long work makes progress."""
         self.folder, self.config, self.world, self.report, self.alive = folder, config, world, report, alive
         self.model, self.optimizer, self.ema = model, optimizer, ema
         self.write: Write | None = None
@@ -135,21 +136,23 @@ class Checkpoints:
 
     def load(self, step: int) -> None:
         """Load weights and optimizer state of a checkpoint that `newest` has verified."""
-        self.alive(f"loading step {step}")
-        sharded.load(self.folder.checkpoint(step), self.model, self.optimizer, self.ema)
+        self._load(f"step {step}", self.folder.checkpoint(step), sharded.load)
 
     def load_from(self, checkpoint: Path) -> None:
         """Verify a checkpoint of another run, and load its weights and optimizer state."""
         self._check(checkpoint)
-        self.alive(f"loading {checkpoint}")
-        sharded.load(checkpoint, self.model, self.optimizer, self.ema)
+        self._load(str(checkpoint), checkpoint, sharded.load)
 
     def load_weights(self, path: str | Path) -> None:
         """Load the weights only, from a checkpoint of this or another run, which may be training: `latest` moves."""
         folder = found_by_main(self.world, lambda: find_checkpoint(path))
         self._check(folder)
-        self.alive(f"loading the weights of {folder}")
-        sharded.load_weights(folder, self.model, self.optimizer, self.ema)
+        self._load(f"the weights of {folder}", folder, sharded.load_weights)
+
+    def _load(self, what: str, folder: Path, load: Callable[..., None]) -> None:
+        self.alive(f"loading {what}")
+        with saving.each_tensor_read(lambda: self.alive(f"loading {what}")):
+            load(folder, self.model, self.optimizer, self.ema)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin a checkpoint of `step`; `finish` says when it is there. The one before must be finished."""
@@ -169,9 +172,7 @@ class Checkpoints:
         if step is None:
             return []
         assert self.write is not None
-        if wait:
-            self.alive(f"saving step {step}")
-        elif self.world.any_rank(self.write.running()):
+        if not wait and self.world.any_rank(self.write.running()):
             return []
         self.step_being_written = None
         with self._removing_leftovers(step):
@@ -216,7 +217,7 @@ class Checkpoints:
 
     def _parts(self, step: int, write: Write) -> list[Part]:
         """Wait for every rank's part, and return them on rank 0. If one failed, every rank raises SaveError."""
-        mine = write.wait()
+        mine = while_any_moves(self.world, self.alive, f"saving step {step}", write.wait)
         ends = list(enumerate(gathered((mine.not_finite, mine.problem))))
         for rank, (not_finite, _) in ends:
             if not_finite is not None:
@@ -311,10 +312,13 @@ class Checkpoints:
 
     def _check(self, folder: Path) -> None:
         """Verify a checkpoint, the ranks sharing the reading; what one finds, all raise. Damage says the most."""
-        self.alive(f"verifying {folder}")
-        problem = None
+        rank, ranks, problem = self.world.rank, self.world.size, None
+
+        def verify(moved: Callable[[], None]) -> dict[str, Any]:
+            return manifest.verify(folder, rank, ranks, moved)
+
         try:
-            content = manifest.verify(folder, self.world.rank, self.world.size)
+            content = while_any_moves(self.world, self.alive, f"verifying {folder}", verify)
             if self.world.is_main:
                 safety.refuse_code(folder, content["files"])
         except manifest.CheckpointError as error:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ class DamagedCheckpoint(CheckpointError):
     """The files differ from what was written. I/O errors and unknown formats raise `CheckpointError` instead."""
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
+def describe(path: Path, moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Return a file's entry in the manifest; `moved` is called after each chunk."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
+            moved()
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
@@ -115,32 +117,33 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     )
 
 
-def verify(folder: Path, part: int = 0, parts: int = 1) -> dict[str, Any]:
+def verify(folder: Path, part: int = 0, parts: int = 1, moved: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Check a checkpoint's files against its manifest, or every `parts`-th of them. Return the manifest.
 
-    Other files (.DS_Store, .nfs0001) are ignored: nothing reads them.
+    moved: Called whenever something has been read. Other files (.DS_Store, .nfs0001) are ignored: nothing reads them.
     """
     content = read(folder)
     files = content["files"]
     for name in sorted(files)[part::parts]:
-        _check_file(folder / name, files[name])
+        _check_file(folder / name, files[name], moved)
     return content
 
 
 def check_sizes(folder: Path, files: dict[str, dict[str, Any]]) -> None:
     """Raise DamagedCheckpoint if a file is missing or has another size than its entry; read none of them."""
     for name in sorted(files):
-        _check_file(folder / name, files[name], content=False)
+        _check_file(folder / name, files[name])
 
 
-def _check_file(path: Path, expected: dict[str, Any], content: bool = True) -> None:
+def _check_file(path: Path, expected: dict[str, Any], moved: Callable[[], None] | None = None) -> None:
+    """Compare a file's size with its entry, and its content if anyone waits to hear that the reading has `moved`."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise DamagedCheckpoint(f"{path}: not a file")
         if found.st_size != expected["bytes"]:
             raise DamagedCheckpoint(f"{path}: {found.st_size:,} bytes, its manifest says {expected['bytes']:,}")
-        if content and describe(path)["sha256"] != expected["sha256"]:
+        if moved and describe(path, moved)["sha256"] != expected["sha256"]:
             raise DamagedCheckpoint(f"{path}: its content changed (sha256 differs from the manifest's)")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path}: missing") from None

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -28,6 +29,7 @@ from megatron_blackmamba.engine.parts import saving
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.runtime.parent import die_with_parent
 
+POLL_SECONDS = 0.5
 BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Requests to stop are the rank's to answer. Its writer, forked with these blocked, finishes what it began."""
 
@@ -47,7 +49,7 @@ class Part:
 
 
 class Write:
-    """A rank's shard on its way to the disk. Methods are called from the rank's main thread."""
+    """A rank's shard on its way to the disk. Methods are called from the rank's main thread, but for `wait`."""
 
     def __init__(self, writer: Any, table: Any) -> None:
         self._writer, self._table = writer, table
@@ -90,10 +92,15 @@ class Write:
         """Return whether the writer has neither answered nor died."""
         return self._part is None and self._answer is not None and not self._answer.poll()
 
-    def wait(self) -> Part:
-        """Wait for the writer to end; say how it did."""
+    def wait(self, moved: Callable[[], None] = lambda: None) -> Part:
+        """Wait for the writer to end; say how it did. `moved` is called when it has read or written something."""
         if self._part is None:
             assert self._answer is not None and self._process is not None
+            before = self._transferred()
+            while not self._answer.poll(POLL_SECONDS):
+                if (now := self._transferred()) != before:
+                    moved()
+                before = now
             try:
                 self._part = self._answer.recv()
             except (EOFError, OSError):
@@ -104,6 +111,15 @@ class Write:
             if self._process.exitcode and self._part.problem is None:
                 self._part = Part(problem=f"its writer ended with code {self._process.exitcode}")
         return self._part
+
+    def _transferred(self) -> int:
+        """Return the bytes that the writer has read and written, if the system tells."""
+        assert self._process is not None and self._process.pid is not None
+        try:
+            counted = psutil.Process(self._process.pid).io_counters()
+        except (psutil.Error, AttributeError, OSError):
+            return 0
+        return counted.read_chars + counted.write_chars
 
     def size(self) -> int:
         """Return the size of all tensors of the checkpoint on rank 0; 0 on other ranks, which have no table."""

@@ -11,7 +11,7 @@ folder is removed.
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,13 +59,16 @@ class Held:
         return sum(piece.numel() for _, piece in self.pieces) == torch.Size(self.shape).numel()
 
 
-def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
+def export(
+    model: LanguageModel, world: World, out: Path, moved: Callable[[], None] = lambda: None, **about: Any
+) -> None:
     """Write the model to `out`, replacing an export of the same name. Every rank calls this; all fail together.
 
+    moved: Called after each tensor and each file.
     about: The other fields of the Canonical, which rank 0 writes: source, tokenizer, eod_id, sequence_length and past.
     """
     described = without_extra_depth(model.config.described)
-    mine = _tensors_to_write(model, world)
+    mine = _tensors_to_write(model, world, moved)
     claims = gathered({name: tensor.dtype for name, tensor in mine.items()})
     whole = _announced(described, claims, mine, about)
     parts = [(rank, part) for rank, names in enumerate(_shares(claims)) for part in _parts(whole, names)]
@@ -88,6 +91,7 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
         for (rank, _), (name, entries) in zip(parts, weights.items(), strict=True):
             if rank == world.rank:
                 safetensors_io.write(temporary / name, entries)
+                moved()
 
     def publish() -> None:
         hf.write_index(temporary, weights, whole.bytes)
@@ -109,7 +113,7 @@ def export(model: LanguageModel, world: World, out: Path, **about: Any) -> None:
         raise
 
 
-def _tensors_to_write(model: LanguageModel, world: World) -> dict[str, Tensor]:
+def _tensors_to_write(model: LanguageModel, world: World, moved: Callable[[], None]) -> dict[str, Tensor]:
     """Return the parameters that this rank should write, whole and in host memory."""
     groups, held, whole = world.groups, _held(model), shapes(without_extra_depth(model.config.described))
     layouts = _layouts(held, groups.tp, expert=False) | _layouts(held, groups.expt_tp, expert=True)
@@ -125,6 +129,7 @@ def _tensors_to_write(model: LanguageModel, world: World) -> dict[str, Tensor]:
         pieces = parameter.pieces if parameter.is_whole else _pieces_of_all(parameter, layouts[name], group)
         if writes:
             mine[name] = _joined(parameter.shape, pieces).reshape(whole[name]).to("cpu")
+        moved()
     return mine
 
 

@@ -304,8 +304,8 @@ class Trainer:
 
     @cached_property
     def bytes_per_token(self) -> dict[str, float]:
-        """The bytes of text per validated token by source, for rank 0, which records them."""
-        return bytes_per_token(self.config, self.data, self.watchdog.alive) if self.world.rank == 0 else {}
+        """The bytes of text per validated token by source."""
+        return bytes_per_token(self.config, self.world, self.data, self.watchdog.alive)
 
     def validations(self) -> dict[str, dict[str, float]]:
         """Return the validation losses that are due after this step, under their names in `Taken`."""

@@ -91,6 +91,14 @@ def test_what_is_saved_is_loaded_bit_for_bit(checkpoints, trainable):
     assert made.state(3) == state(3)
 
 
+def test_each_tensor_read_is_a_sign_of_life(checkpoints):
+    made, heard = checkpoints(), []
+    save(made, 3)
+    made.alive = heard.append
+    made.load(3)
+    assert heard.count("loading step 3") > 10
+
+
 def test_save_starts_no_server_nor_takes_the_queue(checkpoints):
     """megatron-core would start a process for results; its own saves in this process need that."""
     save(checkpoints(), 1)

@@ -138,6 +138,13 @@ def test_later_format_or_failing_disk_is_not_damage(checkpoint, fault):
     assert not isinstance(raised.value, DamagedCheckpoint)
 
 
+def test_each_chunk_that_is_read_is_a_move(checkpoint, monkeypatch):
+    monkeypatch.setattr(manifest, "CHUNK", 1)
+    moves = []
+    files = manifest.verify(checkpoint, moved=lambda: moves.append(1))["files"]
+    assert len(moves) == sum(entry["bytes"] for entry in files.values())
+
+
 def test_ranks_share_the_reading_between_them(checkpoint):
     for name in (SHARD, "common.pt"):
         (checkpoint / name).write_bytes(b"4321")

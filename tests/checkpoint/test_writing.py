@@ -2,7 +2,9 @@
 
 import gc
 import mmap
+import multiprocessing
 import os
+import subprocess
 import weakref
 from types import SimpleNamespace
 
@@ -11,7 +13,8 @@ import torch
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from megatron_blackmamba.checkpoint import writing
-from megatron_blackmamba.checkpoint.writing import Write, _written
+from megatron_blackmamba.checkpoint.writing import Part, Write, _written
+from tests.waiting import wait_until
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -80,6 +83,31 @@ def started(place, tmp_path, monkeypatch):
     OnGpu.copies = ()
     yield start
     os.write(go, b"!")
+
+
+def test_only_transferred_bytes_are_moves_of_a_writer(monkeypatch):
+    monkeypatch.setattr(writing, "POLL_SECONDS", 0)
+    write, numbers, moves = Write(None, None), [5, 5, 7, 7, 9], []
+    write._answer, theirs = multiprocessing.Pipe(duplex=False)
+    write._process = SimpleNamespace(join=lambda: None, exitcode=0)
+
+    def transferred():
+        if len(numbers) == 1:
+            theirs.send(Part())
+        return numbers.pop(0)
+
+    monkeypatch.setattr(write, "_transferred", transferred)
+    write.wait(lambda: moves.append(1))
+    assert len(moves) == 2
+
+
+def test_transferred_bytes_of_a_process_are_counted():
+    write = Write(None, None)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as write._process:
+        write._process.stdin.write(bytes(10_000))
+        write._process.stdin.flush()
+        wait_until(lambda: write._transferred() >= 20_000)
+        assert write._transferred() == write._transferred()  # it waits for more
 
 
 def test_staged_memory_is_not_reused_while_written(started):

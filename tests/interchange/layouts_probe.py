@@ -60,7 +60,10 @@ def run(folder: Path, activation: str, layout: str) -> bool:
         dist.all_gather_object(parts, write.wait())
         if place.is_main:
             write.write_table(parts)
-        live.export(model, place, folder / f"{layout}_exported", source="the model in training")
+        moves = []
+        out = folder / f"{layout}_exported"
+        live.export(model, place, out, lambda: moves.append(1), source="the model in training")
+        assert len(moves) > 1
         if layout == "ep2":
             (folder / f"failures_{place.rank}.json").write_text(json.dumps(failing_exports(model, place, folder)))
     world.shutdown()

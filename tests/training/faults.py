@@ -331,7 +331,7 @@ class Narrating(Trainer):
     def __init__(self, config, world, stop, watchdog):
         alive = watchdog.alive
         self.told = []
-        watchdog.alive = lambda what: (alive(what), self.told.append(what))
+        watchdog.alive = lambda what: (alive(what), self.told.append(what) if what not in self.told[-1:] else None)
         super().__init__(config, world, stop, watchdog)
 
     def end(self, outcome):

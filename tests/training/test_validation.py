@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +52,7 @@ def test_every_token_counts_alike(place, tmp_path):
     data, heard = SimpleNamespace(validation={"web": held}, source_names=["code", "web"]), []
     run.step.sources = 2
     found = validation.validate(run.config, place, data, run.step, heard.append)
-    assert heard == ["validation on web"]
+    assert heard == ["validation on web"] * 3  # a sign of life for each batch
     model = run.trainable.model.eval()
     tokens_BS, labels_BS, mask_BS = (torch.stack([s[key] for s in held]) for key in ("tokens", "labels", "loss_mask"))
     with torch.no_grad():
@@ -60,6 +61,19 @@ def test_every_token_counts_alike(place, tmp_path):
     batches = [slice(first, first + 2) for first in (0, 2, 4)]
     unweighted = [(losses_BS * mask_BS)[of].sum() / mask_BS[of].sum() for of in batches]
     assert abs(sum(unweighted) / 3 - found["web"]) > 1e-3
+
+
+def test_ranks_share_the_count_of_bytes(place, tmp_path, monkeypatch):
+    run, held, heard = Run(place, tmp_path, "whole"), Held(5, 16), []
+    tokenizer = SimpleNamespace(token_bytes=np.arange(32))
+    monkeypatch.setattr(validation, "load_tokenizer", lambda *_, **__: tokenizer)
+    shards = [SimpleNamespace(manifest=SimpleNamespace(eod_id=0))]
+    data = SimpleNamespace(validation={"web": held}, record={"tokenizer": {"file": __file__}}, shards=shards)
+    labels = torch.cat([sample["labels"][sample["loss_mask"] > 0] for sample in held])
+    parts = [validation._counts(run.config, data, heard.append, rank, 2)["web"] for rank in (0, 1)]
+    assert [sum(of_ranks) for of_ranks in zip(*parts, strict=True)] == [int(labels.sum()), len(labels)]
+    assert heard == ["the bytes of web"] * 5
+    assert validation.bytes_per_token(run.config, place, data, heard.append) == {"web": float(labels.double().mean())}
 
 
 def test_weights_are_gathered_before_validation(monkeypatch):

@@ -1,4 +1,4 @@
-"""megatron-core's plan of a save and its writer of files, without its way of running that writer.
+"""megatron-core's plan of a save and its writer of files, without its way of running that writer; news of a load.
 
 There, a rank that fails between two exchanges leaves the others waiting, a killed writer is waited for without end, and
 writers survive the rank that started them. `checkpoint/writing.py` runs the writer instead.
@@ -6,11 +6,13 @@ writers survive the rank that started them. `checkpoint/writing.py` runs the wri
 
 import inspect
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from megatron_blackmamba.engine.checked import private, require
 
@@ -51,6 +53,14 @@ def plan_save(state: dict, folder: str, replicas: ProcessGroup | None) -> Planne
         strategy = FullyParallelSaveStrategyWrapper(strategy, replicas, do_cache_distribution=True)
     with mock.patch.object(filesystem_async, "_results_queue", queue.Queue()):
         return strategy.async_save(state, folder, **WRITER)
+
+
+@contextmanager
+def each_tensor_read(call: Callable[[], None]) -> Iterator[None]:
+    """Call after each tensor that a load inside the block has read: PyTorch's hook for that does nothing by itself."""
+    require(DefaultLoadPlanner, "commit_tensor")
+    with mock.patch.object(DefaultLoadPlanner, "commit_tensor", lambda planner, item, tensor: call()):
+        yield
 
 
 def function_of(writer: FileSystemWriterAsync) -> Callable[[Any], list[Any]]:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ class Keeper:
         """Write the weights as they are as a Hugging Face model, every rank its part."""
         from megatron_blackmamba.interchange import live, megatron
 
-        self._alive(f"exporting step {step}")
+        alive = partial(self._alive, f"exporting step {step}")
+        alive()
         state, folder = self._state(), self.folder
         averaged = self._ema is not None and self._config.checkpoint.export_ema
         with self._ema.in_place() if self._ema and averaged else contextlib.nullcontext():
@@ -195,6 +197,7 @@ class Keeper:
                 self._model,
                 self._world,
                 folder.export(step),
+                alive,
                 source=f"{'the averaged weights of ' if averaged else ''}step {step} of {folder.root}",
                 tokenizer=folder.tokenizer if folder.tokenizer.is_file() else None,
                 eod_id=eod_id(state),
