@@ -59,7 +59,7 @@ def test_rewound_spike_samples_are_never_seen_again(forks, tmp_path, undisturbed
 
 
 def test_killed_while_saving_again_resumes_from_first(forks, tmp_path, undisturbed):
-    rewinding = [*SPIKES, "training.guard.spike=rewind"]
+    rewinding = [*SPIKES, "training.guard.spike=rewind", "checkpoint.keep_last=1"]
     assert forks.run(tmp_path, rewinding, trainer="KilledReplacing").wait()[0] == 128 + signal.SIGKILL
     assert not RunFolder(tmp_path / "run").checkpoint(20).exists()
     job = forks.run(tmp_path, rewinding, trainer="Spike")
