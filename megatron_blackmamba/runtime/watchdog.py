@@ -32,7 +32,7 @@ class Watchdog:
             threading.Thread(target=self._beat, args=(self._beats,), name="heartbeat", daemon=True).start()
 
     def alive(self, what: str) -> None:
-        """Call at every step and before anything long; `what` names it, should it hang."""
+        """Call at every step, and before and during anything long; `what` names it, should it hang."""
         self._what, self._since = what, self._awake
 
     def begin(self) -> None:
