@@ -26,7 +26,7 @@ def show(plan: Plan, console: Console) -> None:
     config = plan.config
     console.print(Text(verdict(plan), style="bold"), soft_wrap=True)
     if plan.refused_data:
-        console.print("Training would refuse the data: --check prints only why, which is also at the end.")
+        console.print("Training would refuse the data, as the end says; --check prints only that", soft_wrap=True)
     if plan.missing_data:
         console.print(Text(f"Data not found: {plan.missing_data}"), soft_wrap=True)
     console.print(f"[bold]{config.name}[/bold]  {config.model.layers} layers {config.model.pattern}", highlight=False)

@@ -344,7 +344,7 @@ def test_data_that_training_would_refuse_are_refused_here(tmp_path):
     assert "max_epochs is 0.5" in refused.refused_data
     done = CliRunner().invoke(app, ["plan", "tiny", *overrides])
     assert str(done.exception) == f"training would refuse the data: {refused.refused_data}"
-    assert "--check prints only why" in printed(refused).splitlines()[1]
+    assert "--check prints only that" in printed(refused).splitlines()[1]
     assert refused.refused_data not in " ".join(done.output.split())  # the message at the end is the only one
 
 
