@@ -71,7 +71,8 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     run = RunFolder(Path(config.folder).resolve() / config.name)
     if run.done.exists():
         raise LaunchError(f"{run.root} is complete: use another run name (name=...)")
-    from megatron_blackmamba.training.start import headline, resume  # imports megatron-core
+    from megatron_blackmamba.model import lookahead  # these import megatron-core
+    from megatron_blackmamba.training.start import headline, resume
 
     resume.refuse_start(config)
     resume.refuse_continuation(config)
@@ -96,7 +97,7 @@ def prepare(config: RunConfig, request: JobRequest) -> Launch:
     request = replace(request, settings={name: os.environ[name] for name in SETTINGS if os.environ.get(name)})
     script = render(request, run, folder / "code", folder / "config.yaml", config.checkpoint.keep_every)
     synthetic = [headline.SYNTHETIC] if config.data.kind == "synthetic" else []
-    said = (*request.warnings, *synthetic, *warnings(plan))
+    said = (*request.warnings, *synthetic, *warnings(plan), *lookahead.refuse(config))
     found = verdict(plan) if request.gpus else ""
     return Launch(run, folder, script, request.limit, plan.missing_data, said, found, begins=begins)
 

@@ -92,7 +92,7 @@ def convolved(x: Tensor, weight_IK: Tensor, bias_I: Tensor | None, window_BWI: T
 class ProjectedDecoding(Decoding):
     """A layer between in_proj and out_proj; the rows of one of its projections have names."""
 
-    rows_of: ClassVar[Callable[[ModelConfig], Weight]]
+    rows_of: Callable[[ModelConfig], Weight]
     """What the kind declares of this projection."""
 
     def __init__(self, rows: Weight, kind: Any = None) -> None:

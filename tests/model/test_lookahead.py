@@ -176,10 +176,10 @@ def test_layers_are_refused_under_every_layout(layout):
         refuse([WholeMean], "model.pattern=OE", "model.eod_reset=3", f"parallel.{layout}", "training.precision=bf16")
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train tiny", "plan tiny", "launch tiny --nodes 1 --gpus-per-node 1 --dry-run"])
 def test_commands_refuse_and_leave_no_run(session, tmp_path, command):
     (tmp_path / "ahead.py").write_text(MODULE)
-    done = session.run(f"blackmamba {command} tiny model.pattern=OE", tmp_path, BLACKMAMBA_IMPORT="ahead")
+    done = session.run(f"blackmamba {command} model.pattern=OE", tmp_path, BLACKMAMBA_IMPORT="ahead")
     assert done.returncode == 2, done.stdout
     assert done.stdout.count("decoder.layers.0 (O, WholeMean of tests.model.test_lookahead) reads later tokens") == 1
     assert "Traceback" not in done.stdout and not list(tmp_path.glob("runs/*/*"))
