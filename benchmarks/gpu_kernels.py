@@ -136,7 +136,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def scan_rows(machine: Machine, batch: int) -> list[Row]:
-    from megatron_blackmamba.ops.selective_scan import Inputs, available_backends, chunked, triton
+    from megatron_blackmamba.ops.selective_scan import Inputs, available_backends, chunked, cuda, triton
 
     u, delta, z = (normal(batch, LENGTH, INNER) for _ in range(3))
     B, C = (normal(batch, LENGTH, STATE) for _ in range(2))
@@ -149,6 +149,8 @@ def scan_rows(machine: Machine, batch: int) -> list[Row]:
         return triton.scan(given)[0]
 
     peers = [Peer("triton", ours, inputs)]
+    if available_backends()["cuda"] is None and cuda.unsupported(given) is None:
+        peers.insert(0, Peer("cuda", lambda: cuda.scan(given)[0], inputs))
     if available_backends()["mamba_ssm"] is None:
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 

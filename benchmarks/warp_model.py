@@ -147,7 +147,11 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90)
     arguments = parser.parse_args()
     rows = []
-    for kernel in cuda_kernels(arguments.arch):
+    try:
+        kernels = cuda_kernels(arguments.arch)
+    except ImportError as error:
+        parser.exit(2, f"NVRTC compiles the kernels, and comes with PyTorch for CUDA: {error}\n")
+    for kernel in kernels:
         if not kernel.constants.get("STATES"):
             continue
         body, states = main_loop(disassembled(kernel)), int(kernel.constants["STATES"])

@@ -163,10 +163,10 @@ def _cut(run: RunConfig) -> Iterator[str]:
     if context == 1:
         return
     for kind in layers.kinds_in(run.model.pattern):
-        if kind.cut is not None:
+        if cut := kind.uncut(run.model):
             yield (
                 f"parallel.context={context} cannot cut the sequences of {kind.name} layers ({kind.letter}):"
-                f" {kind.cut.reason}. Use parallel.context=1."
+                f" {cut.reason}. Use parallel.context=1."
             )
     if run.kernels.scan == "mamba_ssm":
         yield f"kernels.scan=mamba_ssm takes no initial state: parallel.context={context} needs kernels.scan=auto"

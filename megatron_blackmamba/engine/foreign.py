@@ -116,7 +116,7 @@ def refuse_missing() -> None:
         if foreign.needed and (gone := missing(foreign)):
             raise ForeignNameError(
                 f"{foreign.package} {installed(foreign.package)} has no {', '.join(gone)} ({foreign.module}), which"
-                f" this version needs ({foreign.why}). Install a tried version: `blackmamba doctor` names them"
+                f" {foreign.used_by} needs: {foreign.why}. Install a tried version: `blackmamba doctor` names them"
             )
 
 

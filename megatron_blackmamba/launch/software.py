@@ -76,7 +76,7 @@ def foreign_names() -> Iterator[Finding]:
     from megatron_blackmamba.engine import foreign
 
     for entry, gone in foreign.report():
-        found = f"{entry.package} {installed(entry.package)} has no {', '.join(gone)}: {entry.why}"
+        found = f"{entry.package} {installed(entry.package)} has no {', '.join(gone)} for {entry.used_by}: {entry.why}"
         yield Finding("software", "private names", found, "problem" if entry.needed else "note", entry.instead)
 
 

@@ -79,9 +79,9 @@ def unread_switches(model: "ModelConfig") -> dict[str, str]:
     return {switch: unread[key] for switch in on for key in (switch, switch.partition(".")[0]) if key in unread}
 
 
-def can_cut(pattern: str) -> bool:
+def can_cut(model: "ModelConfig") -> bool:
     """Return whether parallel.context can cut the sequences of every layer."""
-    return all(kind.cut is None for kind in kinds_in(pattern))
+    return not any(kind.uncut(model) for kind in kinds_in(model.pattern))
 
 
 def named_layers(model: "ModelConfig") -> Iterator[tuple[str, LayerKind]]:

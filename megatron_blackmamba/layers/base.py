@@ -65,7 +65,7 @@ class LayerKind(Kind, ABC):
     rotary: ClassVar[bool] = False
     """Attends to earlier tokens, so it may need rotary position embeddings; `rotates` says so of a model."""
     cut: ClassVar[Cannot | None] = Cannot("this kind of layer passes no state between ranks")
-    """Why parallel.context cannot cut its sequences; None: it can."""
+    """Why parallel.context cannot cut its sequences; None: it can. A state needs a `mixer` then."""
     recompute: ClassVar[frozenset[str]] = frozenset({"layers"})
     """The values of training.recompute that recompute this layer."""
     writes_to_residual: ClassVar[tuple[str, ...]] = ("out_proj.weight",)
@@ -89,6 +89,11 @@ class LayerKind(Kind, ABC):
     def carried(self, model: ModelConfig) -> int:
         """Return how many numbers a token takes from one of its layers to the next, beside the residual stream."""
         return 0
+
+    def uncut(self, model: ModelConfig) -> Cannot | None:
+        """Return why parallel.context cannot cut its sequences, or None."""
+        kept = self.cut is None and self.mixer is None and self.state(model)
+        return Cannot("`between` hands its state to no rank. Write a mixer that does") if kept else self.cut
 
     def rotates(self, model: ModelConfig) -> bool:
         """Return whether its layers get rotary position embeddings."""

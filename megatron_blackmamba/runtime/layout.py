@@ -144,7 +144,7 @@ def working_layouts(config: RunConfig, world_size: int, most_tensor: int = LARGE
 
 def _contexts(config: RunConfig) -> list[int]:
     """Return the sizes of parallel.context to try: powers of two that leave long parts, and the config's own."""
-    longest = config.data.sequence_length // SHORTEST_PART if layers.can_cut(config.model.pattern) else 1
+    longest = config.data.sequence_length // SHORTEST_PART if layers.can_cut(config.model) else 1
     return sorted({1, config.parallel.context, *(2**n for n in range(1, longest.bit_length()))})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_blackmamba import layers
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.inference.weights import decodings
 from megatron_blackmamba.model import build
@@ -68,6 +68,23 @@ def test_answers_of_a_kind_follow_from_its_weights():
             decodings(model)
     finally:
         layers.unregister("P")
+
+
+class Uncuttable(Plain):
+    letter, name, cut = "U", "uncuttable", None
+
+    def state(self, model):
+        return {"kept": (model.hidden_size,)}
+
+
+def test_states_that_no_mixer_passes_are_not_cut():
+    """Each rank would begin with an empty state, and the loss would differ in its fifth digit."""
+    layers.register(Uncuttable)
+    try:
+        with pytest.raises(ConfigError, match=r"uncuttable layers .*: `between` hands its state to no rank"):
+            load("tiny", ["model.pattern=UE", "parallel.context=2"])
+    finally:
+        layers.unregister("U")
 
 
 class Unprojected(Plain):
