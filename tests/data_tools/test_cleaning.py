@@ -440,7 +440,7 @@ def test_question_and_right_answer_are_looked_for(record, texts):
     "line, reason",
     [
         ('{"text": null}', "`text` is null, not a string"),
-        ('{"passage": 3, "question": "Is it?"}', "`passage` is 3, not a string"),
+        ('{"passage": 3, "question": "Is it?", "answer": true}', "`passage` is 3, not a string"),
         ('{"sentence": "As _ sat", "option1": "he", "option2": "she", "answer": ""}', '`answer` is "", which names no'),
         ('{"goal": "Cut", "sol1": "a", "sol2": "b", "label": -1}', "`label` is -1, which names no answer"),
         ('{"goal": "Cut", "sol1": "a", "sol2": "b"}', "`label` is null, which names no answer"),
