@@ -29,7 +29,7 @@ from megatron_blackmamba.data_tools.other_fields import beside, line, origin_of
 from megatron_blackmamba.data_tools.readers import Reader
 from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, RejectLog
 from megatron_blackmamba.data_tools.sources import Source
-from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats import atomic, leftovers
 from megatron_blackmamba.formats.remote import file_sha256, is_remote
 from megatron_blackmamba.formats.shards import RawFile
 
@@ -152,6 +152,7 @@ class PartWriter(PipelineStep):
         kept: Counter[str] = Counter()
         cut = 0
         path = self.folder / part_name(rank)
+        leftovers.tidy(path)
         with (
             atomic.atomic_file(path) as file,
             zstandard.ZstdCompressor(level=_LEVEL).stream_writer(file, closefd=False) as out,

@@ -46,12 +46,17 @@ def remove_abandoned(path: Path) -> Iterator[tuple[Path, int | None]]:
             yield left, None
 
 
+def tidy(path: Path) -> None:
+    """Remove what killed processes left next to an output."""
+    for _ in remove_abandoned(path):
+        pass
+
+
 @contextlib.contextmanager
 def scratch(name: str) -> Iterator[Path]:
     """Yield a folder for temporary files, which is removed, and remove those of killed processes."""
     path = Path(tempfile.gettempdir()).resolve() / name
-    for _ in remove_abandoned(path):
-        pass
+    tidy(path)
     folder = beside(path)
     with interrupts.unfinished(folder):
         folder.mkdir(mode=0o700)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from megatron_blackmamba.data_tools.origins import WORK, CleaningManifest
 from megatron_blackmamba.data_tools.provenance import origin, places_of
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.words import information, normalize, spans, split_words
+from megatron_blackmamba.formats import leftovers
 from megatron_blackmamba.formats.shards import ShardManifest
 
 pytest.importorskip("datatrove", reason="datatrove is not installed: pip install megatron-blackmamba[dedup]")
@@ -375,6 +377,8 @@ def test_a_killed_mixture_continues(corpora, tmp_path):
         process.wait()
         wait_until(lambda group=process.pid: not lives(group), seconds=300)
     assert not (tmp_path / "killed/papers/removed.tsv").exists()
+    part = leftovers.beside(tmp_path / "killed/papers/part_00001.jsonl.zst")
+    part.with_name(part.name.replace(f".{os.getpid()}-", f".{process.pid}-")).touch()  # as if killed while it wrote
     results = [clean(*corpora(out)) for out in ("killed", "whole")]
 
     def content(out):
