@@ -152,7 +152,7 @@ def export_hf(
     if not native and not (found := nearest(model.config))[1]:
         _say(
             f"note: {out} loads with trust_remote_code=True. --native writes a {found[0].model_type} of transformers,"
-            " without code, which vLLM and llama.cpp read"
+            " without code, for vLLM and llama.cpp"
         )
     uploads: dict[str, Any] = {} if push_to is None else {"push_to": push_to, "dry_run": dry_run}
     _run(convert.to_hf, model, out, dtype, as_json, how, said=uploads)
