@@ -59,17 +59,25 @@ class Kernel:
     """Triton's last representation whose operations are those of whole tiles; kernels in CUDA C++ have none."""
 
     @cached_property
+    def code(self) -> str:
+        """The machine code as text, with its encoding; writing it takes longer than all else."""
+        text = _output("nvdisasm", self.cubin, "-c", "-hex")
+        return text.partition(f".text.{self.name}:")[2].partition("\n.text.")[0]
+
+    @cached_property
     def loop(self) -> Loop:
-        """The main loop; reading it takes longer than the rest."""
-        return _loop(disassembled(self))
+        """The main loop."""
+        return _loop(self.code)
 
     @cached_property
     def instructions(self) -> int:
-        return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", disassembled(self), re.MULTILINE))
+        return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", self.code, re.MULTILINE))
 
     def as_json(self) -> dict[str, object]:
         known = {
-            name: value for name, value in vars(self).items() if name not in ("cubin", "ttgir", "loop", "instructions")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("cubin", "ttgir", "code", "loop", "instructions")
         }
         return known | {"loop": asdict(self.loop)}
 
@@ -163,12 +171,6 @@ def cuda_kernels(arch: int) -> list[Kernel]:
                 constants: dict[str, int | str] = {"CHANNELS": channels, "STATES": states}
                 found.append(Kernel(name, arch, warps, constants, int(registers), int(stack), 0, cubin))
     return found
-
-
-def disassembled(kernel: Kernel) -> str:
-    """Return the kernel's machine code as text, with its encoding."""
-    text = _output("nvdisasm", kernel.cubin, "-c", "-hex")
-    return text.partition(f".text.{kernel.name}:")[2].partition("\n.text.")[0]
 
 
 def _output(tool: str, cubin: bytes, *options: str) -> str:

@@ -141,7 +141,7 @@ def cycles(body: Sequence[Instruction], warps: int, loops: int = LOOPS) -> tuple
 
 
 def main() -> None:
-    from benchmarks.triton_resources import cuda_kernels, disassembled
+    from benchmarks.triton_resources import cuda_kernels
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, default=90)
@@ -154,7 +154,7 @@ def main() -> None:
     for kernel in kernels:
         if not kernel.constants.get("STATES"):
             continue
-        body, states = main_loop(disassembled(kernel)), int(kernel.constants["STATES"])
+        body, states = main_loop(kernel.code), int(kernel.constants["STATES"])
         for warps in (1, 2, 3):
             taken, waited = cycles(body, warps)
             slots = taken / (warps * states)

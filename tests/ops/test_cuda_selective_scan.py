@@ -237,7 +237,7 @@ def test_kernels_compile_without_spills_and_are_modelled():
     assert max(k.spilled_bytes for k in kernels.values()) <= 8  # by one compiler, none by the others
     backward, forward = kernels["scan_backward", 1], kernels["scan_forward", 2]
     assert backward.registers <= 255 and forward.registers <= 168  # two blocks of 128 threads, six of 64
-    body = warp_model.main_loop(triton_resources.disassembled(forward))
+    body = warp_model.main_loop(forward.code)
     alone, three = (warp_model.cycles(body, warps, loops=2)[0] / (warps * 128) for warps in (1, 3))
     exponentials = triton_resources.issue_slots(forward)[1]
     assert exponentials <= three < alone  # no schedule beats the special functions, and warps hide each other's waits
