@@ -75,7 +75,7 @@ def test_interrupted_quickstart_resumes_to_the_end(command, session):
     assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-3000:]
     if taken < planned:  # or else the machine was too busy to interrupt it in time
         assert f"resumes after step {taken}" in (folder / "quickstart" / "log.txt").read_text()
-    for promised in ("documents are", "of its weights at every prefix", "top-1 agreement", "in a browser"):
+    for promised in ("documents are", "top-1 agreement", "in a browser"):
         assert promised in second.stdout
     samples = json.loads((folder / "samples.json").read_bytes())
     assert all(samples.values())
