@@ -137,13 +137,16 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    @cached_property
+    def _eod_characters(self) -> int:
+        return len(self.decode([self.eod_id]))
+
     def spelled(self, token: int, first: bool = False) -> tuple[str, int]:
         """Return the text of one token within a text or as its first, and the number of characters that begin in it.
 
         A part of a character is spelled as OpenAI does it, such as `bytes:\\xe2\\x80`: each part has a text of its own.
         """
-        before = [] if first else [self.eod_id]
-        text = self.decode([*before, token])[len(self.decode(before)) :]
+        text = self.decode([token]) if first else self.decode([self.eod_id, token])[self._eod_characters :]
         if "\ufffd" not in text:
             return text, len(text)
         piece = self._reference.id_to_token(token) or ""

@@ -1,4 +1,4 @@
-"""What a rank takes for a sign of life of the others."""
+"""A rank counts as alive while it waits for others whose work moves."""
 
 from megatron_blackmamba.checkpoint.agreement import while_any_moves
 

@@ -27,7 +27,7 @@ layers.register(WholeMean)
 
 
 class Own(Fused):
-    """What a user may write between two projections."""
+    """A layer as a user may write it, between two projections."""
 
     letter, name = "O", "own"
 
