@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -154,12 +155,15 @@ def test_three_kills_do_not_leave_the_allocation(slurm, blackmamba, alone):
 def test_refused_training_is_not_restarted(slurm, blackmamba, tmp_path):
     (tmp_path / "runs/tiny").mkdir(parents=True)
     (tmp_path / "runs/tiny/requeue").touch()  # left by an earlier job
-    run, (job,) = launch(blackmamba, "tiny", f"start.from={tmp_path}/nowhere")
+    blackmamba("train", "tiny", "name=before", "training.stop_after_steps=1")
+    run, (job,) = launch(blackmamba, "tiny", f"start.from={tmp_path}/runs/before", "--sbatch=--hold")
+    shutil.rmtree(tmp_path / "runs/before")  # what launch found is gone when the job starts
+    slurm.run("scontrol", "release", job)
     ended = slurm.wait(job, log_of(run, job))
     text = log_of(run, job).read_text()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "2:0", "0"), text
     assert tries(run, job) == 1
-    assert "nowhere" in text  # the reason, without looking into the ranks' logs
+    assert "/runs/before: no " in text  # the reason, without looking into the ranks' logs
 
 
 def test_a_job_that_the_plan_refuses_trains_nothing(slurm, tmp_path):
