@@ -273,7 +273,7 @@ train() {
     local step=$! watcher
     end_when_stuck "$step" &
     watcher=$!
-    wait "$step"
+    [ "$TIME_IS_UP" -eq 1 ] || wait "$step" # a signal before the wait would not end it
     STATUS=$?
     if [ "$TIME_IS_UP" -eq 1 ]; then # the signal ended the wait, not the step
         while kill -USR1 "$step" 2>/dev/null; do
@@ -360,7 +360,8 @@ submit_evaluations() {
     last=$([ -e "$RUN_FOLDER/done" ] && newest_checkpoint)
     for folder in "$RUN_FOLDER"/checkpoints/step_*; do
         name=${folder##*/}
-        step=$((10#${name#step_})) 2>/dev/null || continue # step_N.damaged is no checkpoint
+        [[ $name =~ ^step_([0-9]+)$ ]] || continue # step_N.damaged is no checkpoint
+        step=$((10#${BASH_REMATCH[1]}))
         [ -e "$folder/manifest.json" ] || continue
         [ "$name" = "$last" ] || { [ "$KEEP_EVERY" -gt 0 ] && [ $((step % KEEP_EVERY)) -eq 0 ]; } || continue
         [ -e "$RUN_FOLDER/evaluations/$name.job" ] && continue

@@ -175,6 +175,30 @@ def test_lack_of_memory_ends_an_unsaved_job(start, tmp_path):
     assert "try 2" in again.stdout and "try 3" not in again.stdout
 
 
+def test_damaged_checkpoint_does_not_stop_evaluations(start, tmp_path):
+    for name in ("step_00000010", "step_00000010.damaged", "step_00000020"):
+        (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "run/checkpoints" / name / "manifest.json").touch()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/bash\necho 77\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    train = 'case " $* " in *" train "*) touch "$RUN_FOLDER/done" ;; esac'
+    scoring = {"EVALUATE_JOB": "evaluate.sbatch", "KEEP_EVERY": "10", "WATCH_SECONDS": "1"}
+    done = start(SRUN=CHECKS + train, PREFLIGHT="nodes", **scoring)
+    submitted = sorted(path.stem for path in (tmp_path / "run/evaluations").glob("*.job"))
+    assert submitted == ["step_00000010", "step_00000020"], done.stderr
+
+
+def test_time_limit_reaches_a_step_that_just_begins(start, tmp_path):
+    touch = f'#!/bin/bash\n{shutil.which("touch")} "$@"\n'
+    (tmp_path / "bin/touch").write_text(touch + 'case "$*" in */logs/42/try) kill -USR1 $PPID ;; esac\n')
+    (tmp_path / "bin/touch").chmod(0o755)
+    saves = 'trap "touch $RUN_FOLDER/requeue; exit 75" USR1; for try in {1..300}; do sleep 0.1; done; exit 1'
+    train = f"exec env --default-signal=USR1 bash -c '{saves}'"  # bash cannot trap what it was started to ignore
+    done = start(SRUN=f'{CHECKS}case " $* " in *" train "*) {train} ;; esac', PREFLIGHT="nodes")
+    assert "asking the run to save" in done.stdout and "training failed" not in done.stdout
+    assert "requeueing job 42" in done.stdout
+
+
 def test_what_every_node_fails_excludes_none(start, tmp_path):
     """Also what keeps srun from starting anything, such as an environment that does not reach the nodes."""
     (tmp_path / "bin/scontrol").write_text('#!/bin/bash\n[ "$1" = requeue ] || printf "node1\\nnode2\\n"\n')
