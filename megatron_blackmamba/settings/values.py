@@ -1,6 +1,7 @@
 """Values as people write them: 300B, 1e3, and one value instead of a list."""
 
 import re
+from fractions import Fraction
 from typing import Any, get_args, get_origin
 
 NUMBER = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)([kKMGBT])")
@@ -13,8 +14,8 @@ def number(value: Any, annotation: Any) -> Any:
     match = NUMBER.fullmatch(value) if isinstance(value, str) and int in wanted else None
     if match is None:
         return value
-    scaled = float(match[1].replace("_", "")) * _SCALE[match[2]]
-    return int(scaled) if scaled.is_integer() else value
+    scaled = Fraction(match[1].replace("_", "")) * _SCALE[match[2]]  # as a float, 4.1B would not be a whole number
+    return int(scaled) if scaled.denominator == 1 else value
 
 
 def whole(value: Any) -> Any:
