@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_blackmamba.cli.errors import may_pass
 from megatron_blackmamba.training.keep.lock import Lock, RunInUse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,12 @@ def holder(tmp_path):
 def test_second_job_in_a_folder_names_the_first(tmp_path, holder):
     with pytest.raises(RunInUse, match=rf"process {holder.pid} on "):
         Lock(tmp_path / "lock")
+
+
+def test_job_waits_for_lock_of_lost_node(tmp_path, holder):
+    with pytest.raises(RunInUse) as refused:
+        Lock(tmp_path / "lock")
+    assert may_pass(refused.value)  # so its exit code is 1, after which a job tries again
 
 
 def test_killed_job_releases_its_lock_despite_live_writers(tmp_path, holder):

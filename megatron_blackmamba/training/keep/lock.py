@@ -20,6 +20,8 @@ LAUNCHED_BY = "BLACKMAMBA_LAUNCHER"
 class RunInUse(ValueError):
     """Another job trains in this folder; the message says which."""
 
+    worth_another_try = True  # a node that was lost may hold the lock for some minutes
+
 
 class Lock:
     """A lock on a run folder, held until the process ends, however it ends. File systems without locks are trusted.
