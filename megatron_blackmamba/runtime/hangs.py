@@ -115,13 +115,20 @@ class Heartbeats:
 
     def another_hangs(self) -> bool:
         """Tell whether a rank has begun to write reports of a hang since this one started."""
-        try:
-            return 0 < self._began <= self.reports.stat().st_mtime
-        except OSError:
-            return False
+        return self._is_new(self.reports)
 
     def report(self, rank: int) -> Path:
         return self.reports / f"rank-{rank}.txt"
+
+    def has_reported(self, rank: int) -> bool:
+        """Tell whether a rank has written its report of a hang since this one started."""
+        return self._is_new(self.report(rank))
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            return 0 < self._began <= path.stat().st_mtime
+        except OSError:
+            return False
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
@@ -238,7 +245,7 @@ def write_report(beats: Heartbeats, headline: str, doing: str, silent: float) ->
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
     os.replace(temporary, beats.report(beats.rank))
-    while time.monotonic() < deadline and not all(beats.report(rank).exists() for rank in others()):
+    while time.monotonic() < deadline and not all(map(beats.has_reported, others())):
         time.sleep(0.2)
         beats.write(doing, silent, hung=True)
 

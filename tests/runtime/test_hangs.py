@@ -86,7 +86,8 @@ def test_hang_is_announced_despite_older_reports(tmp_path, monkeypatch):
     other.write("step 4", 0.0)
     beats.reports.mkdir()
     other.report(1).write_text("rank 1")
-    os.utime(beats.reports, (time.time() - 100,) * 2)
+    for path in (other.report(1), beats.reports):
+        os.utime(path, (time.time() - 100,) * 2)
     report = threading.Thread(target=hangs.write_report, args=(beats, "rank 0 hangs", "step 4", 60.0), daemon=True)
     report.start()
     while not (0 in other.read() and other.read()[0].beat.hung):
@@ -94,6 +95,9 @@ def test_hang_is_announced_despite_older_reports(tmp_path, monkeypatch):
         time.sleep(0.01)
     assert other.another_hangs()
     other.write("step 4", 60.0, hung=True)
+    report.join(1)
+    assert report.is_alive()  # rank 1's report is of an earlier hang
+    other.report(1).write_text("rank 1")
     report.join(600)
     assert not report.is_alive()
 
