@@ -181,6 +181,8 @@ def _place(config: RunConfig, asked: Asked, stages: tuple[Stage, ...]) -> Placed
         return times.of_step(smaller, world_size, gpu, moved, full.state).total
 
     stages = tuple(timed(stage, seconds_of(stage)) for stage in stages)
+    whole = sum(stage.steps * (stage.seconds_per_step or 0.0) for stage in stages)
+    interval = min(whole, config.checkpoint.every * seconds or whole)
     if asked.scaling:
         common["strong_scaling"] = tuple(scaling.strong(config, common["fitting_nodes"], gpus_per_node, gpu))
         common["weak_scaling"] = tuple(scaling.weak(config, asked.nodes, gpus_per_node, gpu))
@@ -196,9 +198,9 @@ def _place(config: RunConfig, asked: Asked, stages: tuple[Stage, ...]) -> Placed
         mfu=mfu,
         mfu_is_calculated=asked.mfu is None,
         seconds_per_step=seconds,
-        seconds=sum(stage.steps * (stage.seconds_per_step or 0.0) for stage in stages),
+        seconds=whole,
         stages=stages,
-        goodput=goodput(seconds, config.checkpoint.every, asked.nodes, asked.failures, asked.restart_minutes),
+        goodput=goodput(interval, asked.nodes, asked.failures, asked.restart_minutes),
     )
 
 

@@ -31,12 +31,8 @@ class Goodput:
 
 
 def goodput(
-    seconds_per_step: float,
-    steps_between_checkpoints: int,
-    nodes: int,
-    failures: float = FAILURES,
-    restart_minutes: float = RESTART_MINUTES,
+    interval: float, nodes: int, failures: float = FAILURES, restart_minutes: float = RESTART_MINUTES
 ) -> Goodput:
-    """Return the time lost to failures; `failures` is above 0."""
-    lost = seconds_per_step * steps_between_checkpoints / 2 + 60 * restart_minutes
+    """Return the time lost to failures; `failures` is above 0, `interval` the seconds between checkpoints."""
+    lost = interval / 2 + 60 * restart_minutes
     return Goodput(failures, MONTH / (failures * nodes), lost)

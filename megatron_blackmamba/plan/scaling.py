@@ -38,17 +38,21 @@ def weak(config: RunConfig, nodes: int, gpus_per_node: int, gpu: Gpu) -> list[Ro
 def _grown(config: RunConfig, nodes: int, gpus_per_node: int) -> Iterator[tuple[int, RunConfig]]:
     for power in range(ROWS):
         batch, rest = divmod(config.training.global_batch * 2**power, nodes)
-        training = config.training.model_copy(update={"global_batch": batch})
+        training = config.training.model_copy(update={"global_batch": batch, "batch_ramp": []})
         grown = config.model_copy(update={"training": training})
         if not rest and not layout.problems(grown, 2**power * gpus_per_node):
             yield 2**power, grown
 
 
 def _rows(runs: Iterator[tuple[int, RunConfig]], gpus_per_node: int, gpu: Gpu) -> list[Row]:
+    """Return a row for each of these runs that fits."""
     rows: list[Row] = []
     for nodes, config in runs:
         cluster = Cluster(nodes * gpus_per_node, gpus_per_node, gpu)
-        seconds = time_of(config, cluster, memory.state_of(config, cluster.world_size, 0)).total
+        full, _ = memory.fullest(config, cluster.world_size)
+        if full.total > cluster.memory:
+            continue
+        seconds = time_of(config, cluster, full.state).total
         speed = config.tokens_per_step / seconds
         first = rows[0].tokens_per_second / rows[0].nodes if rows else speed / nodes
         rows.append(Row(nodes, config.training.global_batch, seconds, speed, speed / nodes / first))

@@ -224,7 +224,7 @@ def _show_placed(plan: Plan, placed: Placed, console: Console) -> None:
         highlight=False,
     )
     nodes = ", ".join(map(str, placed.fitting_nodes)) or "none near"
-    console.print(f"Nodes on which this layout works: {nodes}", highlight=False)
+    console.print(f"Nodes on which this layout works, memory aside: {nodes}", highlight=False)
     if reason := layout.routing(config, placed.gpus):
         console.print(f"Note: {reason}", highlight=False, markup=False)
     if placed.memory:

@@ -162,10 +162,29 @@ def test_mfu_counts_useful_flops_of_all_gpus():
 
 
 def test_goodput_by_hand():
-    lost = goodput(seconds_per_step=2.0, steps_between_checkpoints=300, nodes=10, failures=0.3, restart_minutes=5)
+    lost = goodput(interval=600.0, nodes=10, failures=0.3, restart_minutes=5)
     assert lost.seconds_between_failures == 10 * 86400  # three a month
     assert lost.lost_per_failure == 300 + 300
     assert lost.share == pytest.approx(864_000 / 864_600)
+
+
+@pytest.mark.parametrize("every", [0, 10**6])
+def test_failure_without_a_checkpoint_costs_half_the_run(every):
+    config = load("blackmamba_1.5b", [f"checkpoint.every={every}"])
+    placed = estimate.make_plan(config, estimate.Asked(7, 8, GPU)).placed
+    assert placed.goodput.lost_per_failure == pytest.approx(placed.seconds / 2 + 600)
+
+
+def test_scaling_leaves_out_what_does_not_fit():
+    config = load("blackmamba_2.8b", ["parallel.expert=1", "training.micro_batch=2"])
+    gpu = gpus.find("a100-40gb")
+    assert [row.nodes for row in scaling.strong(config, (1, 2, 3), 2, gpu)] == [2, 3]
+    assert [row.nodes for row in scaling.weak(config, 6, 2, gpu)] == [2, 4, 8, 16, 32]
+
+
+def test_weak_scaling_of_a_ramp_has_every_row():
+    config = load("blackmamba_1.5b", ["training.global_batch=2016", "training.batch_ramp=[{batch: 1008, until: 10B}]"])
+    assert [row.nodes for row in scaling.weak(config, 7, 8, GPU)] == [1, 2, 4, 8, 16, 32]
 
 
 def test_scaling_compares_with_the_fewest_nodes():
