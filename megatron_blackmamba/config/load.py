@@ -24,7 +24,8 @@ from megatron_blackmamba.settings import ConfigError, DataConfig, RunConfig, Sec
 from megatron_blackmamba.settings.yaml_files import parse, read_yaml
 
 OVERRIDE = "the command line"
-PATH_KEYS = ("data.mixture", "start.from", "start.branch")
+PATH_KEYS = ("data.mixture", "start.from", "start.branch", "evaluation.data")
+"""What a run reads beside its own folder."""
 
 
 def config_folder() -> Path:
@@ -202,8 +203,7 @@ def _merge_file(path: Path, merged: dict, origin: dict, above: tuple[Path, ...],
                 f"{path}: include={include!r} is not a file. Write include: base.yaml or a list of files."
             )
         _merge_file(_included(path, include), merged, origin, (*above, path), note)
-    for key in PATH_KEYS:
-        _resolve(content, key, path.parent)
+    resolve_paths(content, path.parent)
     _resolve_shipped(content)
     spellings.accept(content)
     _merge(content, merged, origin, str(path), "")
@@ -246,12 +246,13 @@ def _nested(keys: list[str], value: Any) -> dict[str, Any]:
     return value
 
 
-def _resolve(content: dict, key: str, folder: Path) -> None:
-    """Make a path absolute that is relative to the file's folder."""
-    section, last = _holder(content, key)
-    value = section.get(last)
-    if isinstance(value, str):
-        section[last] = branches.absolute(value, folder)
+def resolve_paths(content: dict, folder: Path) -> None:
+    """Make the paths of what a run reads absolute, in place, if they are there; `folder`: what they are relative to."""
+    for key in PATH_KEYS:
+        section, last = _holder(content, key)
+        value = section.get(last)
+        if isinstance(value, str):
+            section[last] = branches.absolute(value, folder)
 
 
 def _resolve_shipped(content: dict) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.config import RunConfig, to_yaml
+from megatron_blackmamba.config import RunConfig, from_saved, to_saved, to_yaml
+from megatron_blackmamba.config.load import resolve_paths
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.atomic import write_text
 from megatron_blackmamba.formats.mixture import Mixture, MixtureError
@@ -116,10 +117,14 @@ def _in_container(config: RunConfig, request: JobRequest, run: RunFolder) -> Job
 
 
 def _read_by(config: RunConfig) -> list[Path]:
-    """Return the folders outside the run's that it reads: shards, initial weights and its trunk, if they are there."""
+    """Return the folders outside the run's that it reads, if they are there.
+
+    They are those of shards, initial weights, its trunk and the questions that it is scored on.
+    """
     mixture = config.data.mixture if config.data.kind == "mixture" else None
-    starts = [config.start.from_, config.start.branch and branches.split(config.start.branch)[0]]
-    paths = [Path(start).resolve() for start in starts if start and Path(start).exists()]
+    questions = config.evaluation.data if config.evaluation.every else None
+    read = [config.start.from_, config.start.branch and branches.split(config.start.branch)[0], questions]
+    paths = [Path(path).resolve() for path in read if path and Path(path).exists()]
     with contextlib.suppress(MixtureError):  # the plan has reported it
         return [*paths, *(Mixture.read(mixture).folders() if mixture else [])]
     return paths
@@ -239,16 +244,7 @@ def _with_copied_mixture(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Make the paths of run, mixture, initial weights and trunk absolute: the job may start in another folder."""
-
-    def absolute(path: str | None) -> str | None:
-        return branches.absolute(path) if path else path
-
-    starts = {"from_": absolute(config.start.from_), "branch": absolute(config.start.branch)}
-    return config.model_copy(
-        update={
-            "folder": str(Path(config.folder).resolve()),
-            "data": config.data.model_copy(update={"mixture": absolute(config.data.mixture)}),
-            "start": config.start.model_copy(update=starts),
-        }
-    )
+    """Make the paths of the run and of what it reads absolute: the job may start in another folder."""
+    saved = to_saved(config) | {"folder": str(Path(config.folder).resolve())}
+    resolve_paths(saved, Path())
+    return from_saved(saved, config.name)

@@ -57,6 +57,8 @@ def test_path_in_file_is_relative_to_that_file(write):
     mixture = write("data/mix.yaml", "sources: []")
     run = write("runs/run.yaml", f"include: {find('tiny')}\ndata: {{kind: mixture, mixture: ../data/mix.yaml}}")
     assert load(run).data.mixture == str(mixture)
+    run = write("runs/run.yaml", f"include: {find('tiny')}\nevaluation: {{every: 9, data: ../data}}")
+    assert load(run).evaluation.data == str(mixture.parent)
 
 
 def test_a_shipped_mixture_has_a_name(write, tmp_path, monkeypatch):
@@ -312,6 +314,7 @@ def test_numbers_may_have_a_suffix():
     config = load("tiny", ["training.tokens=1.5M", "checkpoint.every=2k"])
     assert (config.training.tokens, config.checkpoint.every) == (1_500_000, 2000)
     assert load("tiny", ["training.tokens=300B"]).training.tokens == 300 * 10**9
+    assert load("tiny", ["training.tokens=4.1B"]).training.tokens == 4_100_000_000
     assert load("tiny", ["name=300B"]).name == "300B"
     for wrong in ("training.tokens=1.5", "training.tokens=0.1234567B1", "training.tokens=3X"):
         with pytest.raises(ConfigError, match=r"training\.tokens"):

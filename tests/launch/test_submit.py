@@ -231,12 +231,14 @@ def test_submitting_writes_all_before_sbatch_runs(tmp_path, trunk, recording_sba
     assert launched.run.logs.is_dir()
 
 
-def test_a_relative_mixture_is_named_from_the_root(tmp_path, monkeypatch):
+def test_relative_paths_are_named_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("mixture.yaml").touch()
-    config = load("tiny", ["folder=runs"])
-    mixed = config.model_copy(update={"data": config.data.model_copy(update={"mixture": "mixture.yaml"})})
-    assert _with_absolute_paths(mixed).data.mixture == str(tmp_path / "mixture.yaml")
+    for name in ("mixture.yaml", "questions", "weights"):
+        Path(name).touch()
+    read = {"data.mixture": "mixture.yaml", "evaluation.data": "questions", "start.from": "weights"}
+    run = _with_absolute_paths(load("tiny", ["folder=runs", *(f"{key}={path}" for key, path in read.items())]))
+    assert (run.folder, run.data.mixture) == (f"{tmp_path}/runs", f"{tmp_path}/mixture.yaml")
+    assert (run.evaluation.data, run.start.from_) == (f"{tmp_path}/questions", f"{tmp_path}/weights")
 
 
 @pytest.fixture
@@ -292,7 +294,9 @@ def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):
     for number, name in enumerate(("tokens", "tokens/more", "held out")):
         write_shard(tmp_path / name / "shard", 50 * number, 400, vocab=512)
     mixture = write_mixture(tmp_path, [{"name": "one", "shards": "tokens", "validation": "held out"}])
-    config = tiny(tmp_path / "runs", "data.kind=mixture", f"data.mixture={mixture}")
+    (tmp_path / "questions").mkdir()
+    scored = ("evaluation.every=10", "evaluation.data=questions")
+    config = tiny(tmp_path / "runs", "data.kind=mixture", f"data.mixture={mixture}", *scored)
 
     def mounts(given: str) -> str:
         monkeypatch.setenv("CONTAINER_MOUNTS", given)
@@ -301,7 +305,7 @@ def test_a_container_mounts_what_the_run_reads(tmp_path, monkeypatch):
         assert values["CONTAINER"] == f"{tmp_path}/image.sif"
         return shlex.split(values["CONTAINER_MOUNTS"])[0]
 
-    read = [f"{path}:{path}" for path in (tmp_path / "held out", tmp_path / "tokens")]
+    read = [f"{path}:{path}" for path in (tmp_path / "questions", tmp_path / "held out", tmp_path / "tokens")]
     assert mounts("/site:/site:ro,/scratch").split(",") == ["/site:/site:ro", "/scratch", *read]
     assert mounts(str(tmp_path)) == str(tmp_path)
 
