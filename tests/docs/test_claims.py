@@ -31,6 +31,7 @@ SOURCES = {
     "trend_router.md": ["trend"],
     "confirm.md": ["trend", "confirm"],
     "mixers.md": ["mixers"],
+    "muon.md": ["muon"],
 }
 FIGURE = re.compile(r"(?<![\w.])\d+\.\d+(?: ± \d+\.\d+)?(?![\w.]|MB)")
 """A number with decimals, with its interval; none that is a size or a version."""
@@ -58,7 +59,7 @@ def claims(page):
     text = ((ROOT if page == "README.md" else DOCS) / page).read_text()
     if page == "README.md":
         text = text.split("## Result\n")[1].split("\n## ")[0]
-    if page == "mixers.md":
+    if page in ("mixers.md", "muon.md"):
         text = text.split("## The comparisons\n")[0]
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
 
@@ -106,10 +107,12 @@ def test_recall_is_the_table_that_is_printed():
     assert f"Of its 18 models, {more[0]} gain more" in page and f"and {more[1]} from one up to 256" in page
 
 
-def test_confirmation_says_what_was_declared(printed):
-    said = [line.removeprefix("Declared: ") for line in printed("confirm").splitlines() if "Declared" in line]
-    page = " ".join((DOCS / "confirm.md").read_text().split())
-    assert len(said) == 2 and all(line in page for line in said)
+@pytest.mark.parametrize("name, number", [("confirm", 2), ("muon", 3)])
+def test_page_says_what_was_declared(name, number, printed):
+    declared = [line for line in printed(name).splitlines() if line.startswith("Declared: ")]
+    told = [line.removeprefix("Declared: ") for line in declared if "no conclusion" not in line]
+    page = " ".join((DOCS / f"{name}.md").read_text().split())
+    assert len(told) == number and all(line in page for line in told)
 
 
 def seeds_of(cell):
