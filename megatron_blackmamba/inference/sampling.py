@@ -1,6 +1,6 @@
 """From logits to the next token.
 
-Shapes: B batch, V vocabulary.
+Shapes: B batch, V vocabulary, K the most likely tokens, W those that top_k leaves.
 """
 
 import hashlib
@@ -191,10 +191,12 @@ def allowed(logits_BV: Tensor, sampling: Sampling, among: int) -> tuple[Tensor, 
     if sampling.top_k:
         scaled_BK[:, sampling.top_k :] = -math.inf
     weights_BK = scaled_BK.exp()
-    if (sampling.top_k and sampling.top_k <= weights_BK.shape[-1]) or among >= logits_BV.shape[-1]:
-        total_B1 = weights_BK.sum(dim=-1, keepdim=True)
+    within = min(sampling.top_k or logits_BV.shape[-1], logits_BV.shape[-1])  # what top_k leaves of all tokens
+    if within > weights_BK.shape[-1]:
+        logits_BW = logits_BV.topk(within, dim=-1, sorted=False).values if sampling.top_k else logits_BV
+        total_B1 = ((logits_BW.double() - best_B1) / temperature).exp().sum(dim=-1, keepdim=True)
     else:
-        total_B1 = ((logits_BV.double() - best_B1) / temperature).exp().sum(dim=-1, keepdim=True)
+        total_B1 = weights_BK.sum(dim=-1, keepdim=True)
     weights_BK = weights_BK / total_B1
     if sampling.top_p < 1:
         before_BK = weights_BK.cumsum(dim=-1) - weights_BK  # the likeliest token always stays

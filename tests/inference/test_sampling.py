@@ -53,6 +53,8 @@ def test_filters_agree_with_transformers(options, temperature):
         ({"top_k": 40}, 0.9),
         ({"top_k": 40, "top_p": 0.5, "min_p": 0.1}, 0.9),
         ({"top_k": 3000, "top_p": 0.9}, 0.0),
+        ({"top_k": 600, "temperature": 8.0}, 0.5),
+        ({"top_k": 600, "top_p": 0.3, "temperature": 8.0}, 0.9),
         ({"temperature": 30.0}, 0.0),
         ({"temperature": 1e-320}, 0.9),
     ],
