@@ -14,6 +14,7 @@ from megatron_blackmamba.interchange.canonical import shapes
 from megatron_blackmamba.interchange.zyphra import require_expressible
 from megatron_blackmamba.layers import kind_of
 from megatron_blackmamba.model.inputs import LayerInputs
+from tests.training.short_runs import Run
 
 ROUTER = ["model.router.kind=zaya", "model.router.hidden_size=16", "training.precision=fp32"]
 MODEL = [*ROUTER, "model.pattern=MEE", "model.residual_scaling=true"]
@@ -207,3 +208,12 @@ def test_share_of_skipped_choices_is_measured(build):
     skipped, chosen = router.measured()["skipped"]
     assert chosen == 4 * 64 == skipped + int(counts_E.sum()) and len(counts_E) == EXPERTS and 0 < skipped < chosen
     assert router.measured()["skipped"] == (0, 0)
+
+
+def test_balanced_validation_leaves_the_counts_of_training(place, tmp_path):
+    run = Run(place, tmp_path, "bf16", *ROUTER[:2], "model.router.skip=true").train(1)
+    router = run.trainable.model.decoder.layers[1].mixer.router
+    before = {name: buffer.clone() for name, buffer in router.named_buffers()}
+    assert before["skipped"][1] > 0
+    run.step.evaluate(run.batches(), routed_as_trained=True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in router.named_buffers())

@@ -172,14 +172,15 @@ class Step:
         if routed_as_trained:
             for router in routers:
                 router.train()
-        counts = [router.unrouted for router in routers if hasattr(router, "unrouted")]
-        of_training = [count.clone() for count in counts]
+        counted = ("tokens_E",)  # which are taken with the losses
+        kept = [x for router in routers for name, x in router.named_buffers(recurse=False) if name not in counted]
+        of_training = [buffer.clone() for buffer in kept]
         try:
             return self._run(batches, None, forward_only=True)
         finally:
             self.trainable.reduced.train()
-            for count, before in zip(counts, of_training, strict=True):
-                count.copy_(before)
+            for buffer, before in zip(kept, of_training, strict=True):
+                buffer.copy_(before)
 
     def _run(
         self, batches: Iterator[Batch], global_batch: int | None, forward_only: bool, reports: Reports = Reports()
