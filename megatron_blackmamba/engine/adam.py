@@ -122,7 +122,7 @@ class Adam(torch.optim.Optimizer):
         """Update weights whose moments have their precision."""
         beta1, beta2 = group["betas"]
         update = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        step = torch.full((), float(group["step"]), device=weights[0].device)  # no copy from the host
+        step = weights[0].new_full((), float(group["step"]), dtype=torch.float32)  # no copy from the host
         update(
             weights,
             gradients,

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_blackmamba.engine.adam import Adam
+from megatron_blackmamba.runtime.process import default_float32
 
 
 def train(optimizer_class, steps=5, seed=0, **options):
@@ -31,6 +32,21 @@ def test_steps_like_torchs_adam(lr, decay, beta2, decoupled, seed):
     theirs, _ = train(torch.optim.AdamW if decoupled else torch.optim.Adam, seed=seed, **options)
     for mine, yours in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, yours, atol=2e-6, rtol=1e-5)
+
+
+def test_update_does_not_depend_on_the_default_dtype():
+    def after_step(number):
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.float32))
+        optimizer = Adam([weight], lr=0.1)
+        optimizer.param_groups[0]["step"] = number - 1
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        return weight.detach()
+
+    expected = after_step(257)
+    with default_float32():  # afterwards it is as before
+        torch.set_default_dtype(torch.bfloat16)  # in which 257 is 256
+        assert torch.equal(after_step(257), expected)
 
 
 def test_step_is_per_group_and_moments_per_parameter():

@@ -43,8 +43,8 @@ class ExpertsDecoding(Decoding):
         kind = routers.kind_of(model.router.kind)
         router = {name: get(f"router.{name}") for name in (*kind.inside(model), *(["weight"] if kind.learned else []))}
         if kind.learned:
-            choices = kind.choices(model)
-            router["bias"] = get("router.bias") if model.router.bias else torch.zeros(choices, device=device)
+            none_E = torch.zeros(kind.choices(model), dtype=torch.float32, device=device)
+            router["bias"] = get("router.bias") if model.router.bias else none_E
         shared, latent = bool(model.shared_expert_hidden_size), bool(model.latent_size)
         return SimpleNamespace(
             router=router,
