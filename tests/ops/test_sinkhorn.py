@@ -93,10 +93,13 @@ def test_two_experts_a_token_are_balanced(std):
     assert load_imbalance(logits.topk(2, dim=1).indices.flatten(), 8) > 1.7
 
 
-@pytest.mark.parametrize("backend", CPP)
-def test_no_tokens_are_no_choices(backend):
-    with implementation(backend) as name:
-        assert sinkhorn_choice(torch.zeros(0, 8), backend=name).shape == (0,)
+@pytest.mark.parametrize("start", ["balanced", "uniform"])
+@pytest.mark.parametrize("top_k, shape", [(1, (0,)), (2, (0, 2))])
+def test_no_tokens_are_no_choices(backend, start, top_k, shape):
+    bias_E = torch.zeros(8)
+    options = {"top_k": top_k, "start": start, "bias_E": bias_E, "backend": backend}
+    assert sinkhorn_choice(torch.zeros(0, 8), iterations=3, **options).shape == shape
+    assert not bias_E.any()
 
 
 @pytest.mark.parametrize("tokens", [4096, 1003, 5])
@@ -212,6 +215,11 @@ def _choose_half(rank, store_file, results):
             choice, expected = choice.sort(1).values, expected.sort(1).values
         agreement = (choice == expected.chunk(2)[rank]).float().mean()
         assert agreement == 1 if backend == "reference" else agreement > 0.995, (backend, iterations, start)
+        one_has_all = logits_for(backend)[: 1024 * (1 - rank)]  # and the other takes part in the sums
+        choice = sinkhorn_choice(one_has_all, group=dist.group.WORLD, backend=backend, **how)
+        if top_k > 1:
+            choice = choice.sort(1).values
+        assert torch.equal(choice, expected[: len(choice)])
     dist.destroy_process_group()
 
 

@@ -193,6 +193,14 @@ def test_steps_match_the_whole_scan(without):
     torch.testing.assert_close(state, final_state)
 
 
+def test_no_tokens_leave_the_state():
+    tensors, _ = problem(L=0)
+    found = values_and_gradients(tensors, None, "chunked")
+    for name, expected in values_and_gradients(tensors, None, "reference").items():
+        if name in ("y", "final state", "gradient of initial_state"):
+            assert torch.equal(found[name], expected)
+
+
 def test_sequence_first_inputs_give_sequence_first_outputs():
     tensors, _ = problem(B=3)
     expected = values_and_gradients(tensors, None, "chunked")

@@ -69,6 +69,8 @@ def sinkhorn_choice(
         raise ValueError(f'iterations must be a whole number from 0 on, not {iterations!r}; or "auto"')
     if not (isinstance(temperature, Real) and math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be finite and above 0, not {temperature!r}")
+    if group is None and not len(logits_TE):  # in a group it takes part in the sums
+        return torch.empty((0,) if top_k == 1 else (0, top_k), dtype=torch.int64, device=logits_TE.device)
     most, bound = (MOST_ITERATIONS, LOAD_BOUND) if iterations == "auto" else (int(iterations), 0.0)
     inputs = Inputs(logits_TE, most, temperature, start, group, bound)
     chosen = backends.choose(__name__, BACKENDS, backend, inputs)

@@ -12,12 +12,13 @@ from megatron_blackmamba.ops.sinkhorn.inputs import Inputs
 # An iteration changes the ratio of two experts' factors by at most T * E. After this many, the factors move into the
 # exponents, long before they could overflow.
 ITERATIONS_PER_REBASE = 4
+LOWEST = -1e38  # the largest logit where a rank has no tokens
 SMALLEST_EXPONENT = -80.0  # nothing below can matter before the next rebase, and denormal numbers are slow
 
 
 def choice(inputs: Inputs, tokens_E: Tensor | None = None, bias_E: Tensor | None = None) -> Tensor:
     X_ET, column_E = _factors(inputs)
-    if bias_E is not None and len(inputs.logits_TE):
+    if bias_E is not None:
         bias_E += _bias(inputs, X_ET, column_E)
     K_ET = _kernel(X_ET)
     K_ET *= column_E[:, None]
@@ -29,13 +30,13 @@ def choice(inputs: Inputs, tokens_E: Tensor | None = None, bias_E: Tensor | None
 
 def bias(inputs: Inputs) -> Tensor:
     """Return what the plan adds to the logits of each expert, up to a constant."""
-    if not len(inputs.logits_TE):
-        return inputs.logits_TE.new_zeros(inputs.logits_TE.shape[1])
     return _bias(inputs, *_factors(inputs))
 
 
 def _bias(inputs: Inputs, X_ET: Tensor, column_E: Tensor) -> Tensor:
-    """Return it by the first token: all tokens have the same."""
+    """Return it by the first token: all tokens have the same. Without a token it is zero."""
+    if not len(inputs.logits_TE):
+        return torch.zeros_like(column_E)
     return (X_ET[:, 0] + column_E.log()) / inputs.temperature - inputs.logits_TE[0].to(X_ET.dtype)
 
 
@@ -63,7 +64,7 @@ def _kernel(X_ET: Tensor) -> Tensor:
 
 
 def _column_factors(K_ET: Tensor, bounds: list[float], group: dist.ProcessGroup | None) -> Tensor:
-    column_E = torch.ones_like(K_ET[:, 0])
+    column_E = K_ET.new_ones(len(K_ET))
     for bound in bounds:
         row_T = 1.0 / (column_E @ K_ET)
         sums_E = _sum_over_group(K_ET @ row_T, group)
@@ -77,7 +78,7 @@ def _column_factors(K_ET: Tensor, bounds: list[float], group: dist.ProcessGroup 
 
 
 def _logsumexp_over_tokens(X_ET: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    largest_E = X_ET.amax(dim=1)
+    largest_E = X_ET.amax(dim=1) if X_ET.shape[1] else X_ET.new_full((len(X_ET),), LOWEST)
     if group is not None:
         dist.all_reduce(largest_E, op=dist.ReduceOp.MAX, group=group)
     return (

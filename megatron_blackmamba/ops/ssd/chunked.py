@@ -53,16 +53,18 @@ class _Scan(torch.autograd.Function):
         inputs = kind(*inputs)
         x_BLI, R, state = inputs.x_BLHP.flatten(2), inputs.rows, _start(inputs)
         y_BLI = empty_like_rows(x_BLI) if R == 1 else x_BLI.new_empty(*x_BLI.shape[:2], R * x_BLI.shape[2])
-        for part in _segments(inputs):
+        parts, heads = _segments(inputs), inputs.x_BLHP.shape[2:]
+        for part in parts:
             y, state = segment(_cut(inputs, part), state)
             y_BLI[:, part] = y.flatten(2)
-        return y_BLI.unflatten(2, y.shape[2:]), state
+        return y_BLI.unflatten(2, heads if R == 1 else (R, *heads)), state if parts else state.clone()
 
     @staticmethod
     @first_order
     def backward(ctx, grad_y_BLHP, grad_state_BHPN):
         inputs = ctx.kind(*ctx.saved_tensors)
-        parts, starts = _segments(inputs), [_start(inputs)]
+        parts = _segments(inputs)
+        starts = [_start(inputs)][: len(parts)]  # of no tokens there is no segment
         for part in parts[:-1]:
             at = _chunks(_cut(inputs, part), starts[-1].dtype, outputs=False)
             starts.append(_states(at, starts[-1])[1])
