@@ -20,6 +20,9 @@ from megatron_blackmamba.ops.gated import activated
 from megatron_blackmamba.ops.rms_norm import norm_and_stream
 from megatron_blackmamba.ops.softcap import capped
 
+READ_AT_ONCE = 2048
+"""Prompt tokens a batch reads at once: a longer prompt goes in pieces, from state to state."""
+
 
 @dataclass
 class State:
@@ -99,6 +102,7 @@ class Decoder:
         """Read tokens in parallel, update `state` in place, and return the last logits, `[B, V]` fp32.
 
         `lengths_B` gives the number of tokens in each row; the positions to their left are padding and are ignored.
+        Only sequences that have read nothing can be padded.
         """
         return self.logits_of_stream(self.stream(state, tokens_BL, lengths_B)[:, -1])
 
@@ -185,7 +189,7 @@ class Decoder:
                 f"tokens have the shape {tuple(tokens_BL.shape)}, and the state holds {batch} sequences:"
                 f" give [{batch}, L] with L of at least 1."
             )
-        inputs = Inputs(tokens_BL, self._keep(tokens_BL, lengths_B), self._resets(state, tokens_BL))
+        inputs = Inputs(tokens_BL, self._keep(state, tokens_BL, lengths_B), self._resets(state, tokens_BL))
         x_BLD = residual_BLD = self.embedded(tokens_BL)
         branch_BLD: Tensor | None = None  # what the layer before adds to the residual stream
         layers = zip(self.how, weights.layers, weights.norms_D, state.memories, strict=True)
@@ -200,7 +204,8 @@ class Decoder:
                 choice_TK = how.choice(layer, x_BLD.flatten(0, 1).float(), inputs, self.config)
                 choices.append(choice_TK.unflatten(0, tokens_BL.shape))
             branch_BLD = self._branch(i, residual_BLD, how.read(self, layer, memory, x_BLD, inputs))
-        state.last_B.copy_(tokens_BL[:, -1])
+        last_B = tokens_BL[:, -1]
+        state.last_B.copy_(last_B if lengths_B is None else torch.where(lengths_B > 0, last_B, state.last_B))
         return residual_BLD if branch_BLD is None else residual_BLD + branch_BLD
 
     def times(self, x_BI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -218,10 +223,15 @@ class Decoder:
         """Return what the second weight of an MLP or expert reads, of the product with the first."""
         return activated(x, self.config.activation, self.config.gated)
 
-    def _keep(self, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor | None:
+    def _keep(self, state: State, tokens_BL: Tensor, lengths_B: Tensor | None) -> Tensor | None:
         L = tokens_BL.shape[1]
         if lengths_B is None or bool((lengths_B == L).all()):
             return None
+        if bool(((lengths_B < L) & (state.last_B >= 0)).any()):
+            raise ValueError(
+                f"lengths {lengths_B.tolist()} of {L}: padding behind tokens that a sequence has read would change what"
+                " it remembers. Read such sequences one by one."
+            )
         position_L = torch.arange(L, device=tokens_BL.device)
         return (position_L >= L - lengths_B[:, None])[:, :, None].to(self.weights.dtype)
 

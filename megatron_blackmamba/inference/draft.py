@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_blackmamba.inference.decoder import Decoder, State, rms_norm
+from megatron_blackmamba.inference.decoder import READ_AT_ONCE, Decoder, State, rms_norm
 from megatron_blackmamba.inference.weights import Weights, decodings
 from megatron_blackmamba.layers import Inputs
 
@@ -35,9 +35,12 @@ class Guessing:
         self.passes = 0
         """Passes of the model after the prompt."""
         prompt_1L = torch.tensor([prompt])
-        stream_1LD = decoder.stream(self.state, prompt_1L)
-        if len(prompt) > 1:
-            self.draft.read(stream_1LD[:, :-1], prompt_1L[:, 1:], prompt_1L[:, :-1])
+        for start in range(0, len(prompt), READ_AT_ONCE):
+            here_1L = prompt_1L[:, start : start + READ_AT_ONCE]
+            next_1L = prompt_1L[:, start + 1 : start + 1 + READ_AT_ONCE]
+            stream_1LD = decoder.stream(self.state, here_1L)
+            if known := next_1L.shape[1]:  # what follows the last token is not
+                self.draft.read(stream_1LD[:, :known], next_1L, here_1L[:, :known])
         self.stream_1D = stream_1LD[:, -1]
         self.logits_1V = decoder.logits_of_stream(self.stream_1D)
         """Of the first token after the prompt."""

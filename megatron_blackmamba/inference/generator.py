@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_blackmamba.inference.captured import Step, likeliest, stepper
-from megatron_blackmamba.inference.decoder import Decoder, State
+from megatron_blackmamba.inference.decoder import READ_AT_ONCE, Decoder, State
 from megatron_blackmamba.inference.draft import Guessing, why_no_draft
 from megatron_blackmamba.inference.sampling import GenerationError, Sampler, Sampling
 from megatron_blackmamba.inference.text import Piece, Text
@@ -21,9 +21,6 @@ from megatron_blackmamba.inference.weights import fitting_dtype, pack
 from megatron_blackmamba.interchange.canonical import tokenizer_of
 from megatron_blackmamba.interchange.open import open_model
 from megatron_blackmamba.tokenizer import Tokenizer
-
-READ_AT_ONCE = 2048
-"""Prompt tokens a batch reads at once: a longer prompt goes in pieces, from state to state."""
 
 
 @dataclass

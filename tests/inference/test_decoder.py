@@ -17,6 +17,7 @@ from megatron_blackmamba.inference.captured import Captured
 from megatron_blackmamba.inference.weights import pack
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, cast, shapes
 from megatron_blackmamba.layers.experts.decode import chosen, gathered
+from megatron_blackmamba.runtime.process import default_float32
 from tests.reference import forward, tiny
 from tests.reference.canonical import canonical
 
@@ -42,6 +43,14 @@ def test_steps_without_compiled_blocks_agree_with_reference(model, decoder, monk
     monkeypatch.setattr("megatron_blackmamba.ops.decoding.why_not", lambda _: "not compiled")
     state = decoder.start(1)
     assert_close(torch.cat([decoder.step(state, torch.tensor([token])) for token in TOKENS]), reference(model))
+
+
+def test_weights_do_not_depend_on_the_default_dtype():
+    weights_of = canonical(tiny("silu", router_bias=False))
+    with default_float32():  # afterwards it is as before
+        torch.set_default_dtype(torch.float64)
+        decoder = Decoder(pack(weights_of, torch.float32))
+        assert decoder.step(decoder.start(1), torch.tensor([3])).isfinite().all()
 
 
 def test_tokens_of_another_shape_are_refused(decoder):
@@ -71,6 +80,17 @@ def test_rows_of_different_lengths_decode_as_alone(model, decoder):
     for row, (n, token) in enumerate(zip(lengths, [5, 6, 7, 8], strict=True)):
         expected = reference(model, [*TOKENS[:n], token, row % 2])[-3:]
         assert_close(torch.stack([step[row] for step in logits]), expected)
+
+
+def test_padding_behind_read_tokens_is_refused(decoder):
+    state = decoder.start(3)
+    decoder.read(state, torch.tensor([[0, 0], [0, 4], [3, 4]]), torch.tensor([0, 1, 2]))
+    assert state.last_B.tolist() == [-1, 4, 4]
+    before = state.rows(torch.arange(3))
+    with pytest.raises(ValueError, match=r"lengths \[1, 1, 2\] of 2: padding behind tokens .* Read such sequences one"):
+        decoder.read(state, torch.tensor([[0, 1], [0, 1], [1, 2]]), torch.tensor([1, 1, 2]))
+    assert all(map(torch.equal, state._tensors(), before._tensors()))
+    decoder.read(state, torch.tensor([[0, 1], [1, 2], [1, 2]]), torch.tensor([1, 2, 2]))  # the first has read nothing
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 9, 20])

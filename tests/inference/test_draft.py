@@ -70,6 +70,14 @@ def test_guesses_change_passes_and_not_logits(canonical, right):
     assert guessing.passes == (20 if right else 40)
 
 
+def test_long_prompts_are_read_in_pieces(canonical, monkeypatch):
+    whole, sizes, stream = tokens(canonical), [], Decoder.stream
+    monkeypatch.setattr("megatron_blackmamba.inference.draft.READ_AT_ONCE", 3)
+    spy = lambda self, state, read_BL, *more: sizes.append(read_BL.shape[1]) or stream(self, state, read_BL, *more)
+    monkeypatch.setattr(Decoder, "stream", spy)
+    assert tokens(canonical) == whole and max(sizes) == 3
+
+
 def test_models_without_extra_depth_do_not_draft(canonical, tmp_path):
     assert why_no_draft(pack(canonical, torch.float32)) is None
     assert "fp32 on CPUs only" in why_no_draft(pack(canonical, torch.bfloat16))
