@@ -69,6 +69,9 @@ def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[
             f"{where} for {', '.join(missing)}. Put TASK.jsonl, TASK.jsonl.gz or TASK.parquet into --data DIR,"
             " or let lm-eval download with --download"
         )
+    for name, definition in definitions.items():
+        if data is not None:
+            _refuse_examples(name, definition)
     if missing:
         _refuse_without_network()
     found = []
@@ -77,6 +80,15 @@ def load_tasks(names: Sequence[str], data: Path | None, download: bool) -> list[
             file = _kept(_downloaded(name).task, data / f"{name}.jsonl.gz")
         found.append(_downloaded(name) if file is None else _local(name, definitions[name], file))
     return found
+
+
+def _refuse_examples(name: str, definition: dict[str, Any]) -> None:
+    """Refuse a file for a task with examples: lm-eval would take them from the questions, with their answers."""
+    if definition.get("num_fewshot") and not (definition.get("fewshot_config") or {}).get("samples"):
+        raise EvaluationError(
+            f"{name} shows {definition['num_fewshot']} answered examples of its training data before each question, and"
+            " a file of --data has the questions alone. Use --download without --data for it"
+        )
 
 
 def find_files(names: Sequence[str], data: Path | None) -> dict[str, Path | None]:

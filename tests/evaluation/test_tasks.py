@@ -126,6 +126,12 @@ def test_answers_of_other_tasks_are_checked(tmp_path):
             load(tmp_path, "wnli", *({"sentence1": "a", "sentence2": "b", "label": label} for label in (1, wrong)))
 
 
+def test_task_with_examples_refuses_a_file(tmp_path):
+    """lm-eval would take the examples from the questions, and show a question with its own answer."""
+    with pytest.raises(EvaluationError, match=r"jcommonsenseqa shows 3 answered examples .* --download without --data"):
+        load(tmp_path, "ja_leaderboard_jcommonsenseqa", {"question": "a"})
+
+
 def test_fields_of_several_types_are_named(tmp_path):
     with pytest.raises(EvaluationError, match=r'piqa.jsonl, line 2: `id` is "b", a string, and a number'):
         load(tmp_path, "piqa", GOOD["piqa"] | {"id": 1}, GOOD["piqa"] | {"id": "b"})
