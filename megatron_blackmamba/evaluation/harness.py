@@ -7,6 +7,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron_blackmamba.evaluation.encoding import encode_pairs
@@ -75,16 +76,22 @@ class BlackMambaLM(ScoredModel, LM):
         return self.totals(windows)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Write greedily until a stop text, the end of the document or max_gen_toks."""
-        model, greedily = Generator(self.decoder, self.text), Sampling(temperature=0.0)
-        texts = []
+        """Write greedily until a stop text, the end of the document or max_gen_toks; contexts are cut on the left."""
+        greedily, texts = Sampling(temperature=0.0), []
         for request in requests:
-            context, settings = request.args
-            if settings.get("do_sample"):
+            context, given = request.args
+            settings: Any = normalize_gen_kwargs(given)
+            if settings["do_sample"]:
                 raise EvaluationError("the model blackmamba writes greedily: set do_sample: false in the task")
-            stop = [text for text in settings.get("until", []) if text]
-            limit = int(settings.get("max_gen_toks", 256))
+            stop, limit = [text for text in settings["until"] if text], settings["max_gen_toks"]
+            if limit >= self.max_length:
+                raise EvaluationError(
+                    f"max_gen_toks={limit} leaves nothing of max_length={self.max_length} for the context: set a larger"
+                    " max_length in --model_args, or a smaller max_gen_toks in the task"
+                )
+            model = Generator(self.decoder, self.text, longest=self.max_length - limit)
             texts.append(model.generate(context, max_new_tokens=limit, sampling=greedily, stop=stop))
+            self.cache_hook.add_partial("generate_until", (context, given), texts[-1])
         return texts
 
 

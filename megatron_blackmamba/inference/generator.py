@@ -3,6 +3,7 @@
 Shapes: B batch, L prompt length.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ class Generator:
     tokenizer: Tokenizer | None = None
     draft: bool = False
     """Whether one text is drafted by the model's extra depth (model.mtp)."""
+    longest: int = sys.maxsize
+    """Tokens of a prompt given as text; a longer one is cut on the left."""
 
     def generate(
         self,
@@ -196,7 +199,7 @@ class Generator:
                 f"a prompt is a text, not {prompt!r}. Give several to `generate_batch`, and token ids to `tokens`"
             )
         tokenizer = self._tokenizer()
-        return tokenizer.encode(prompt) or [tokenizer.eod_id]
+        return tokenizer.encode(prompt)[-self.longest :] or [tokenizer.eod_id]
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

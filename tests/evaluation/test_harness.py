@@ -99,24 +99,30 @@ def test_lm_eval_finds_the_model_by_name(export, data):
     assert 0 <= found["results"]["local"]["acc,none"] <= 1
 
 
-def test_generation_stops_as_that_of_the_hf_backend(huggingface, export):
+def test_generation_equals_that_of_the_hf_backend(huggingface, export):
     from lm_eval.api.instance import Instance
 
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
-    settings = {"until": ["e"], **LIMIT, "do_sample": False}
-    requests = [Instance("generate_until", {}, ("so a model ", settings), 0, ("task", 0, 1))]
+    long = "so a model reads once and answers what then they said " * 4  # more than the model's 64 tokens
+    asked = [
+        ("so a model ", {"until": ["e"], **LIMIT, "do_sample": False}),
+        ("so a model ", {"until": "ea", "max_new_tokens": 9}),
+        (long, {"until": [], **LIMIT}),
+    ]
+    requests = [Instance("generate_until", {}, one, i, ("task", i, 1)) for i, one in enumerate(asked)]
     theirs = huggingface.HFLM(pretrained=str(export("MEME")), trust_remote_code=True, device="cpu", dtype="float32")
     ours = BlackMambaLM(export("MEME"), dtype="fp32", device="cpu")
     assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
 
 
-def test_a_task_that_samples_is_refused(export):
+@pytest.mark.parametrize("how", [{"do_sample": True}, {"temperature": 0.7}])
+def test_a_task_that_samples_is_refused(export, how):
     from lm_eval.api.instance import Instance
 
     from megatron_blackmamba.evaluation.harness import BlackMambaLM
 
-    requests = [Instance("generate_until", {}, ("so a model ", LIMIT | {"do_sample": True}), 0, ("task", 0, 1))]
+    requests = [Instance("generate_until", {}, ("so a model ", LIMIT | how), 0, ("task", 0, 1))]
     with pytest.raises(EvaluationError, match="writes greedily: set do_sample: false"):
         BlackMambaLM(export("MEME"), device="cpu").generate_until(requests)
 
@@ -128,4 +134,15 @@ def test_generation_ends_after_256_tokens_by_default(export, monkeypatch):
 
     monkeypatch.setattr(harness.Generator, "generate", lambda *_, max_new_tokens, **more: str(max_new_tokens))
     requests = [Instance("generate_until", {}, ("so", given), i, ("task", i, 1)) for i, given in enumerate(({}, LIMIT))]
-    assert harness.BlackMambaLM(export("MEME"), device="cpu").generate_until(requests) == ["256", "12"]
+    model = harness.BlackMambaLM(export("MEME"), device="cpu", max_length=512)
+    assert model.generate_until(requests) == ["256", "12"]
+
+
+def test_contexts_without_room_are_refused(export):
+    from lm_eval.api.instance import Instance
+
+    from megatron_blackmamba.evaluation.harness import BlackMambaLM
+
+    requests = [Instance("generate_until", {}, ("so a model ", {"max_gen_toks": 64}), 0, ("task", 0, 1))]
+    with pytest.raises(EvaluationError, match="max_gen_toks=64 leaves nothing of max_length=64"):
+        BlackMambaLM(export("MEME"), dtype="fp32", device="cpu").generate_until(requests)
