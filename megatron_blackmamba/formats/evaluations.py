@@ -18,6 +18,8 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 FORMAT = 1
 PAPER = ("hellaswag", "piqa", "winogrande", "lambada_openai", "arc_easy", "arc_challenge", "openbookqa", "boolq")
 """The tasks of the paper, in the order of its table; it plots BoolQ but has no figure for it."""
+QUESTIONS = ("data", "task_version", "limit", "encoding")
+"""What decides the questions of a task, among the fields of a key."""
 CLAIM_SECONDS = 3600
 """A claim that is not renewed for this long is that of a process which was killed."""
 PURPOSES = {"evaluation": ".in_use", "export": ".in_export", "scoring": ".in_queue"}
@@ -54,6 +56,10 @@ class ScoringKey:
     limit: int | None
     """Number of questions from the start; None: all."""
     max_length: int
+
+    def asks(self, other: "ScoringKey") -> bool:
+        """Return whether both keys have the same questions, asked in the same way."""
+        return all(getattr(self, name) == getattr(other, name) for name in ("task", *QUESTIONS))
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def paired(first: Evaluation, second: Evaluation, seed: int = 0) -> list[Differe
     found = []
     mine, theirs = first.by_task(), second.by_task()
     for task in mine:
-        if task not in theirs or not _same_questions(mine[task].key, theirs[task].key):
+        if task not in theirs or not mine[task].key.asks(theirs[task].key):
             continue
         for metric in mine[task].answers.keys() & theirs[task].answers.keys():
             a, b = (np.asarray(each[task].answers[metric]) for each in (mine, theirs))
@@ -293,10 +293,6 @@ def bootstrap(differences: np.ndarray, seed: int = 0) -> tuple[float, float, flo
     low, high = np.quantile(means, (0.025, 0.975))
     p = 2 * min((means <= 0).mean(), (means >= 0).mean())
     return float(low), float(high), float(min(1.0, p))
-
-
-def _same_questions(a: Any, b: Any) -> bool:
-    return (a.data, a.task_version, a.limit, a.encoding) == (b.data, b.task_version, b.limit, b.encoding)
 
 
 def _flat(content: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_blackmamba.formats import atomic
+from megatron_blackmamba.formats.evaluations import QUESTIONS
 from megatron_blackmamba.report import charts, html, length
 from megatron_blackmamba.report.charts import Line, short
 from megatron_blackmamba.report.comparison_answer import answer
@@ -160,11 +161,12 @@ def _scores(runs: Sequence[Compared]) -> Rows:
     results = [run.scores.by_task() if run.scores else {} for run in runs]
     rows = []
     for task in dict.fromkeys(task for each in results for task in each):
-        mixed = len({each[task].key.encoding for each in results if task in each}) > 1
+        keys = [each[task].key for each in results if task in each]
+        differ = [name for name in QUESTIONS if len({getattr(key, name) for key in keys}) > 1]
         for metric in dict.fromkeys(m for each in results if task in each for m in each[task].metrics):
             cells = [
                 f"{each[task].metrics[metric]:.4g} ± {each[task].errors.get(metric, float('nan')):.2g}"
-                + (f" ({each[task].key.encoding} encoding)" if mixed else "")
+                + "".join(f" ({str(getattr(each[task].key, name))[:12]} {name})" for name in differ)
                 if task in each and metric in each[task].metrics
                 else "not scored"
                 for each in results
@@ -238,14 +240,15 @@ def _scores_over_tokens(runs: Sequence[Compared]) -> list[str]:
     drawn = []
     for task in dict.fromkeys(task for run in runs for scores in run.scored for task in scores.by_task()):
         found = [(i, run, points(run.scored, task)) for i, run in enumerate(runs)]
-        metric = next(found.metric for _, _, found in found if found)
+        first = next(of_run for _, _, of_run in found if of_run)
         curves = [
             Line(run.name, run.along("tokens", of_run.steps), of_run.values, of_run.low, of_run.high, colour=i, run=i)
             for i, run, of_run in found
-            if of_run is not None and of_run.metric == metric
+            if of_run is not None and of_run.metric == first.metric and of_run.key.asks(first.key)
         ]
-        drawn.append(charts.Lines(f"{task} {metric}", curves, x_label="tokens"))
-    return [html.section("Scores over tokens", drawn, "Bands are one standard error.")] if drawn else []
+        drawn.append(charts.Lines(f"{task} {first.metric}", curves, x_label="tokens"))
+    words = "Bands are one standard error. Scores on other questions than the first run's last ones are left out."
+    return [html.section("Scores over tokens", drawn, words)] if drawn else []
 
 
 def _median(run: Compared, scalar: str) -> float:

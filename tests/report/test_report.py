@@ -19,6 +19,7 @@ from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import ReportError, write_report
 from megatron_blackmamba.report.charts import short, ticks
 from megatron_blackmamba.report.history import thin
+from megatron_blackmamba.report.scores import points
 from tests.pages import check_page
 from tests.serving.browser import Browser
 
@@ -375,3 +376,17 @@ def test_the_page_shows_scores_beside_the_paper_s(make_run):
 def test_the_configuration_shown_is_the_run_s(page):
     shown = re.search(r"<summary>Configuration</summary><pre>(.*?)</pre>", page.read_text(), re.DOTALL)[1]
     assert yaml.safe_load(shown.replace("&#x27;", "'"))["model"]["pattern"] == "MEME"
+
+
+def test_curves_hold_scores_on_the_same_questions():
+    def scored(step, data, limit=None):
+        key = ScoringKey("hash", "piqa", "1", data, "1", "float32", "joint", limit, 2048)
+        return TaskResult(key, {"acc": step / 100}, {"acc": 0.05}, limit or 100, {}, 1.0)
+
+    found = [
+        Evaluation("run", 10, (scored(10, "new", 20), scored(11, "old"))),
+        Evaluation("run", 20, (scored(20, "new"),)),
+        Evaluation("run", 30, (scored(30, "new", 20),)),
+    ]
+    assert points(found, "piqa").values.tolist() == [0.1, 0.3]
+    assert points(found[:2], "piqa").steps.tolist() == [20]
