@@ -167,8 +167,8 @@ class Best:
 
     @property
     def twice(self) -> float | None:
-        """Return what a factor of 2 from the best value costs; None at an edge."""
-        if self.tried.at_edge:
+        """Return what a factor of 2 from the best value costs; None at an edge, or if a run diverged."""
+        if self.tried.at_edge or not all(map(math.isfinite, self.tried.losses.values())):
             return None
         return float(np.polyfit(np.log2([*self.tried.losses]), [*self.tried.losses.values()], 2)[0])
 
@@ -185,7 +185,8 @@ def at_best_rates(points: Sequence[Point]) -> list[Point]:
     The seeds that have all rates choose it. All seeds that have it count.
     """
     best = {key: own.lowest for key, own in best_rates(points).items()}
-    return [replace(p, changed={}) for p in points if value_of(p, RATE) and best.get((p.variant, p.size)) == p.rate]
+    finite = [p for p in points if value_of(p, RATE) and math.isfinite(p.loss)]
+    return [replace(p, changed={}) for p in finite if best.get((p.variant, p.size)) == p.rate]
 
 
 def over_flops(best: Sequence[Best]) -> float | None:
@@ -201,9 +202,9 @@ def _vertex(tried: Tried) -> tuple[float, float]:
     """Return the minimum of the parabola through the lowest value and its neighbours; at an edge, the lowest."""
     values = [*tried.losses]
     i = values.index(tried.lowest)
-    if tried.at_edge:
+    near = values[max(0, i - 1) : i + 2]
+    if tried.at_edge or not all(math.isfinite(tried.losses[value]) for value in near):
         return tried.lowest, tried.losses[tried.lowest]
-    near = values[i - 1 : i + 2]
     curve = np.poly1d(np.polyfit(np.log2(near), [tried.losses[value] for value in near], 2))
     at = -curve.c[1] / (2 * curve.c[0])
     return float(2**at), float(curve(at))

@@ -9,8 +9,12 @@ from typing import Any
 
 from megatron_blackmamba.console import interrupts
 from megatron_blackmamba.console.progress import working
-from megatron_blackmamba.quickstart.stages import STAGES, QuickstartError, begin, train
+from megatron_blackmamba.quickstart.stages import STAGES, Quickstart, QuickstartError, begin, train
+from megatron_blackmamba.training.keep.lock import Lock
 from megatron_blackmamba.training.launcher import STOPPED_ON_REQUEST
+
+LOCK = "lock"
+"""In the folder: two commands would write the same files."""
 
 
 def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) -> None:
@@ -18,6 +22,18 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
 
     minutes: how long to train; None is what the folder was begun with, and 4 in a new one.
     """
+    _refuse_full_disk(folder)
+    lock = Lock(folder / LOCK)
+    try:
+        if fresh:
+            shutil.rmtree(folder)
+            lock.restore()
+        _run(begin(folder, minutes))
+    finally:
+        lock.release()
+
+
+def _run(settings: Quickstart) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -25,11 +41,6 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
     def say(text: str, **how: Any) -> None:
         console.print(text, markup=False, soft_wrap=True, **how)  # a command must survive copy and paste
 
-    _refuse_full_disk(folder)
-    if fresh and folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = begin(folder, minutes)
     program, begun = _program(), time.monotonic()
     for number, stage in enumerate(STAGES, start=1):
         console.rule(f"[bold]{number}/{len(STAGES)}  {stage.title}", align="left")
@@ -48,7 +59,7 @@ def quickstart(folder: Path, minutes: float | None = None, fresh: bool = False) 
     say(
         f"Longer and better: {program} quickstart --minutes 20 --fresh\n"
         f"The paper's model: {program} plan blackmamba_1.5b --nodes 7 --gpus-per-node 8\n"
-        f"All files are in {folder}."
+        f"All files are in {settings.folder}."
     )
 
 

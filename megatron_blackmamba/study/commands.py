@@ -4,6 +4,7 @@ import importlib
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,20 @@ from megatron_blackmamba.console.cores import usable_cores
 from megatron_blackmamba.console.progress import working
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.report.pictures import write_pictures
-from megatron_blackmamba.settings import Section
 from megatron_blackmamba.study import afford, generation, length, page
-from megatron_blackmamba.study.config import StudyConfig, StudyError, read_study
+from megatron_blackmamba.study.config import StudyConfig, StudyError, changed, read_study
 from megatron_blackmamba.study.execute import Local, submit_jobs
 from megatron_blackmamba.study.grids import best_rates
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.runs import Cell, Study
 from megatron_blackmamba.study.table import Table
+from megatron_blackmamba.training.keep.lock import Lock
 
 ANALYSIS = "studies.trend"
 """The analysis of studies on trunks and branches, in the repository alone."""
+LOCK = "lock"
+"""In the folder: two commands would gather one corpus and train the same runs."""
 
 
 def open_study(name: str, folder: Path | None) -> Study:
@@ -33,22 +36,28 @@ def open_study(name: str, folder: Path | None) -> Study:
     config = read_study(name)
     study = Study(Path(name).stem, config, (folder or Path("studies") / Path(name).stem).resolve())
     record = study.folder / "study.json"
-    if record.is_file() and _decides(StudyConfig.model_validate_json(record.read_bytes())) != _decides(config):
-        raise StudyError(f"{study.folder} belongs to another version of this study: name a new --folder, or remove it")
+    if record.is_file() and (place := _changed(StudyConfig.model_validate_json(record.read_bytes()), config)):
+        raise StudyError(
+            f"{study.folder} belongs to another version of this study: {place} differs. Restore it, or name a new"
+            " --folder"
+        )
     atomic.write_text(record, config.model_dump_json(indent=2) + "\n")
     return study
 
 
-def _decides(config: StudyConfig) -> Section:
-    """Return what may not change in a folder. A study with branches may grow: its runs refuse what they cannot be."""
-    return config.corpus if config.has_branches else config.model_copy(update={"length": None})
+def _changed(before: StudyConfig, now: StudyConfig) -> str | None:
+    """Return what may not change in a folder and did; a study with branches may grow."""
+    if before.has_branches and now.has_branches:
+        return changed(before.deciding, now.deciding)
+    one, other = (config.model_copy(update={"length": None}) for config in (before, now))
+    return None if one == other else "the study file"
 
 
 def run(study: Study, how: HowToRun) -> bool:
     """Complete the unfinished part of a study and write its page; return whether the study is finished."""
     if how.points is not None and not how.page_only and not study.config.has_branches:
         raise StudyError("--points is for studies on trunks and branches. Leave it out, or add --page")
-    known, finished = Evidence.read(how.points, study) if how.points else None, False
+    known = Evidence.read(how.points, study) if how.points else None
     if known is not None and how.page_only:
         if known.name != study.name:
             raise StudyError(f"{how.points} has points of the study {known.name}: blackmamba study {known.name}")
@@ -58,6 +67,14 @@ def run(study: Study, how: HowToRun) -> bool:
         raise StudyError("--slurm: branches wait for their trunk, so such a study runs on this machine. Leave it out")
     if how.budget is not None and not study.config.has_branches:
         raise StudyError("--budget is for studies on trunks and branches. Leave it out: --minutes stops any study")
+    with ExitStack() as held:
+        if not how.page_only:  # which may look on
+            held.callback(Lock(study.folder / LOCK).release)
+        return _complete(study, how, known)
+
+
+def _complete(study: Study, how: HowToRun, known: Evidence | None) -> bool:
+    finished = False
     if not how.page_only:
         if not study.corpus.mixture.is_file():  # looking at every run of a large study takes seconds
             refuse_large_vocabulary(study)
@@ -97,9 +114,9 @@ def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
         todo = [cell for cell in left if not cell.done]
         ready = [*itertools.takewhile(lambda cell: not cell.waits, todo)] or [c for c in todo if not c.waits]
         if how.budget is not None and study.config.has_branches and not how.page_only:
-            costs = afford.costs(left, Evidence.of(study, known).points)
+            costs = afford.costs([cell for cell in left if not cell.waits], Evidence.of(study, known).points)
             say("; ".join(afford.described(costs, how.budget)))
-            ready = [cell for cell in afford.afforded(costs, how.budget) if not cell.waits]
+            ready = afford.afforded(costs, how.budget)
         counted = [cell for cell in left if cell.done] + ready
         if not ready or not _do(counted, study, how, local) or how.budget is not None:
             return all(cell.done for cell in left)

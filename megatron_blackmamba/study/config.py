@@ -233,6 +233,11 @@ class StudyConfig(Section):
             points = {(variant, size, n) for variant in self.variants for size, all in self.tokens.items() for n in all}
             if not {(each, pair.size, pair.budget) for each in pair.variants} <= points:
                 raise ValueError(f"primary.{number}: no such variant, size or budget in this study")
+            for variant, seed in itertools.product(pair.variants, pair.seeds):
+                if len(_ways(self, variant, pair.size, seed)) > 1:
+                    raise ValueError(
+                        f"primary.{number}: the series train {variant} with seed {seed} in several ways: declare one"
+                    )
         if self.length is not None and self.has_branches:
             raise ValueError("length is measured in studies with one budget for each size: remove it, or the budgets")
         for name, ablation in self.ablations.items():
@@ -249,6 +254,35 @@ class StudyConfig(Section):
     def first(self) -> str:
         """Return the variant that determines the FLOPs."""
         return next(iter(self.variants))
+
+    @property
+    def deciding(self) -> dict[str, Any]:
+        """Return what decides the losses of a study with branches, by its place in the file.
+
+        Keys outside of `training` that a run may change when it resumes, such as `checkpoint.keep_last`, decide none.
+        """
+        from megatron_blackmamba.training.start.resume import rule_of
+
+        shared = {k: v for k, v in self.set.items() if k.startswith("training.") or rule_of(k).resume != "free"}
+        whole = self.model_dump(include={"base", "corpus", "equal", "decay"})
+        rates = {"set": shared, "first variant": self.first, "tuning.learning_rates": self.tuning.learning_rates}
+        variants = {f"variants.{name}.{size}": keys for name, of in self.variants.items() for size, keys in of.items()}
+        return whole | rates | variants
+
+
+def _ways(study: StudyConfig, variant: str, size: str, seed: int) -> set[tuple[Any, ...]]:
+    """Return the ways in which the series train a variant with a seed: at its best rate or not, and changed keys."""
+    found = set()
+    for series in study.series:
+        if size in series.sizes and seed in series.seeds and variant in (series.variants or study.variants):
+            keys = ([(key, value) for value in values] for key, values in series.grid.items())
+            found |= {(series.best_rate, *each) for each in itertools.product(*keys)}
+    return found
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the first place at which two studies decide otherwise; what only one of them has is growth."""
+    return next((place for place in before if place in now and before[place] != now[place]), None)
 
 
 def here_or_shipped(name: str, shipped_as: str) -> Path:

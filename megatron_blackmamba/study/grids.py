@@ -33,7 +33,7 @@ class Tried:
 
 def tried_values(points: Sequence[Point], key: str) -> dict[tuple[str, str, int], Tried]:
     """Return the values of a key by variant, size and budget, where two or more numbers were tried."""
-    some = [(p, value) for p in points if math.isfinite(p.loss) and (value := value_of(p, key)) is not None]
+    some = [(_diverged_is_worst(p), value) for p in points if (value := value_of(p, key)) is not None]
     found = {}
     for place in dict.fromkeys((p.variant, p.size, p.budget) for p, _ in some):
         at = [(p, value) for p, value in some if (p.variant, p.size, p.budget) == place]
@@ -43,6 +43,11 @@ def tried_values(points: Sequence[Point], key: str) -> dict[tuple[str, str, int]
             means = [statistics.fmean(p.loss for p, its in at if its == v and p.seed in seeds) for v in values]
             found[place] = Tried(at[0][0].flops, dict(zip(values, means, strict=True)))
     return found
+
+
+def _diverged_is_worst(point: Point) -> Point:
+    """Return the point with an infinite loss if it diverged: without it, the mean would be that of lucky seeds."""
+    return point if math.isfinite(point.loss) else replace(point, loss=math.inf)
 
 
 def value_of(point: Point, key: str) -> float | None:
@@ -56,7 +61,7 @@ def best_rates(points: Sequence[Point]) -> dict[tuple[str, str], Tried]:
     """Return the learning rates of each variant and size, by the mean loss over its largest budgets."""
     means = []
     for variant, size in dict.fromkeys((p.variant, p.size) for p in points):
-        own = [p for p in chosen(points, variant=variant, size=size) if value_of(p, RATE) and math.isfinite(p.loss)]
+        own = [_diverged_is_worst(p) for p in chosen(points, variant=variant, size=size) if value_of(p, RATE)]
         budgets = sorted(b for b in unique(own, "budget") if len(unique(chosen(own, budget=b), "rate")) > 1)[-LARGEST:]
         runs: dict[tuple[int, float], list[Point]] = {}
         for p in (p for p in own if p.budget in budgets):

@@ -16,7 +16,7 @@ from megatron_blackmamba.formats.evaluations import TaskResult
 from megatron_blackmamba.formats.step_records import last_value, metrics_so_far
 from megatron_blackmamba.plan import parameters
 from megatron_blackmamba.study import generation, length
-from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError
+from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, changed
 from megatron_blackmamba.study.runs import Cell, Study
 
 ROUTING = "routing.json"
@@ -213,6 +213,8 @@ class Evidence:
     """Time of a token and bytes of the state at some lengths, of each variant and size."""
     by_length: dict[str, TaskResult] = field(default_factory=dict)
     """The loss by position, of each variant or ablation."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What decides the losses, of a study with branches; empty in files of older versions."""
 
     @cached_property
     def by_key(self) -> dict[Key, Point]:
@@ -229,12 +231,15 @@ class Evidence:
         points |= {point.key: point for point in _collected(cells, corpus)}
         theirs = {(one["group"], one["size"]): one for one in (*(known.generation if known else ()), *measured)}
         of_study = (study.name, study.config.about, study.config.first, study.planned, corpus)
-        return cls(*of_study, tuple(points.values()), [*theirs.values()], length.results(study, cells))
+        settings = study.config.deciding if study.config.has_branches else {}
+        return cls(*of_study, tuple(points.values()), [*theirs.values()], length.results(study, cells), settings)
 
     def unlike(self, study: Study) -> str | None:
         """Return why these points do not belong to a study in its folder: another corpus, or other settings."""
         if self.corpus != read_json(study.corpus.record):
             return f"has points of another corpus than {study.corpus.folder}"
+        if place := changed(self.settings, study.config.deciding):
+            return f"has points of other settings than this study: {place} differs"
         other = next((cell for cell in study.cells() if _key(cell) in self.by_key and not self.has(cell)), None)
         return f"has {other.name} with other settings than this study" if other else None
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_blackmamba.study import commands, page
+from megatron_blackmamba.study import afford, commands, page
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
+from megatron_blackmamba.study.grids import best_rates
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.study.runs import Study
-from studies import differences
+from studies import differences, fits
 from studies.trend import decisions
 from tests.study.test_trunks import point, study_of
 
@@ -154,6 +155,49 @@ def test_series_after_fresh_seeds_come_after_them(tmp_path, monkeypatch):
         assert not commands._train(commands.settled(study, known), HowToRun(), known)
     first, second = (each for each in asked if each)
     assert first == [("experts", 1)] and second == [("experts", 4)] * 2 + [("dense", 1)] * 2
+
+
+def test_a_budget_pays_for_no_waiting_point(tmp_path, monkeypatch, capsys):
+    grid, plain, fresh = grids(tmp_path).config.model_dump()["series"]
+    study = study_of(tmp_path, series=[fresh, grid, plain])
+    asked = []
+    monkeypatch.setattr(commands, "_do", lambda cells, *_: asked.append([cell.seed for cell in cells]) or not cells)
+    first = [cell for cell in study.cells() if not cell.waits][:2]
+    hours = sum(each.hours for each in afford.costs(first, ())) * 1.001
+    commands._train(study, HowToRun(budget=hours), None)
+    assert [seeds for seeds in asked if seeds] == [[1, 1]]
+    assert "2 of 12 points" in capsys.readouterr().err
+
+
+def test_a_rate_is_judged_by_diverged_seeds_too():
+    def tried(*losses):
+        rates = {4e-3: 3.2, 8e-3: 3.0}
+        points = [point("experts", seed, 1000, loss, rate=rate) for rate, loss in rates.items() for seed in (1, 2)]
+        points += [point("experts", seed, 1000, loss, rate=1.6e-2) for seed, loss in enumerate(losses, 1)]
+        (best,) = best_rates(points).values()
+        (value,) = fits.best_values(points, RATE)
+        assert (value.value, value.twice) == (best.lowest, None)
+        assert {p.rate for p in fits.at_best_rates(points)} == {best.lowest}
+        return best.lowest, best.at_edge
+
+    assert tried(2.9, math.nan) == tried(math.nan, math.nan) == (8e-3, False)
+
+
+def test_a_diverged_run_is_in_no_difference():
+    points = [point(name, seed, n, 3.0) for name in ("a", "b") for seed in (1, 2) for n in (1000, 2000)]
+    points[-1] = replace(points[-1], loss=math.nan)
+    points += [replace(p, rate=8e-3, loss=9.0) for p in points if p.seed == 1]
+    found = fits.differences(fits.at_best_rates(points), "a", "b", "s")
+    assert [each.values for each in found] == [(0.0, 0.0), (0.0,)]
+
+
+@pytest.mark.parametrize("more", [{"grid": {"model.router.temperature": [1.0]}}, {"grid": {RATE: [8e-3, 1e-2]}}])
+def test_a_declared_seed_has_one_point(tmp_path, more):
+    declared = {"one": "experts", "other": "dense", "size": "small", "budget": 5_120, "seeds": [1, 2]}
+    series = [{"sizes": ["small"], "seeds": [1, 2]}]
+    study_of(tmp_path, series=[*series, *series], primary=[declared])
+    with pytest.raises(StudyError, match=r"primary.0: the series train experts with seed 2 in several ways"):
+        study_of(tmp_path, series=[*series, {"sizes": ["small"], "seeds": [2], **more}], primary=[declared])
 
 
 def test_the_declared_study_is_a_part_of_trend():

@@ -75,7 +75,7 @@ class Lock:
         self.release()
         raise RunInUse(
             f"{self.path.parent} is in use by {who or 'another process'}: wait for it, stop it, or write elsewhere"
-            " (train: name=OTHER; quickstart: --folder OTHER)"
+            " (train: name=OTHER; quickstart and study: --folder OTHER)"
         ) from None
 
     def discard(self) -> None:
