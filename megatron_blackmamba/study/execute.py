@@ -130,18 +130,16 @@ def submit_jobs(cells: Sequence[Cell], configs: Path, sbatch: Sequence[str], gpu
     from megatron_blackmamba.launch.job import JobRequest
     from megatron_blackmamba.launch.submit import submit
 
+    queued = squeue("--me", "--format=%A")
+    if queued is None:
+        raise StudyError("Slurm does not say what is queued, so nothing was submitted. Try again where squeue works")
     request, submitted = JobRequest(nodes=1, gpus_per_node=gpus, time=hours, options=tuple(sbatch)), 0
     for cell in cells:
         marker = configs / f"{cell.name}.job"
-        if cell.done or (marker.exists() and _in_queue(marker.read_text(encoding="utf-8").strip())):
+        if cell.done or (marker.exists() and marker.read_text(encoding="utf-8").strip() in queued):
             continue
         job = submit(cell.config, request).jobs[0]
         atomic.write_text(marker, f"{job}\n")
         say(f"{cell.name}: job {job}")
         submitted += 1
     return submitted
-
-
-def _in_queue(job: str) -> bool:
-    """Return whether Slurm still has a job."""
-    return bool(squeue(f"--jobs={job}"))

@@ -9,6 +9,7 @@ import pytest
 from megatron_blackmamba.quickstart import quickstart
 from megatron_blackmamba.study import StudyError, commands
 from megatron_blackmamba.study.commands import open_study, run
+from megatron_blackmamba.study.execute import submit_jobs
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
 from megatron_blackmamba.training.keep.lock import RunInUse
@@ -72,3 +73,9 @@ def test_second_command_in_a_folder_is_refused(tmp_path):
             quickstart(tmp_path, fresh=True)
         assert (tmp_path / "mine.yaml").is_file()  # --fresh removes nothing of another command's
         holder.stdin.close()
+
+
+def test_nothing_is_submitted_while_the_queue_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without squeue
+    with pytest.raises(StudyError, match="does not say what is queued"):
+        submit_jobs(study_of(tmp_path).cells(), tmp_path, (), "0", "1:00:00", print)
