@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import statistics
 
@@ -12,6 +13,7 @@ from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.study.commands import open_study, run
 from megatron_blackmamba.study.options import HowToRun
 from studies import recall
+from studies.differences import holm, p_value
 from tests.docs.session import ROOT
 
 DOCS = ROOT / "docs"
@@ -113,6 +115,16 @@ def test_page_says_what_was_declared(name, number, printed):
     told = [line.removeprefix("Declared: ") for line in declared if "no conclusion" not in line]
     page = " ".join((DOCS / f"{name}.md").read_text().split())
     assert len(told) == number and all(line in page for line in told)
+
+
+def test_mixers_are_corrected_for_their_number(printed):
+    said = printed("mixers")
+    told = [(float(mean), float(half)) for mean, half in re.findall(r"^The difference is (\S+) ± (\S+);", said, re.M)]
+    spread = [(mean, half * math.sqrt(3) / 4.303) for mean, half in told]  # of three seeds
+    tests = [p_value([mean - one, mean, mean + one]) for mean, one in spread]
+    number = said.count("Declared: ")
+    kept = sum(p < 0.05 for p in holm([*tests, *[1.0] * (number - len(tests))]))
+    assert f"Holm's for all {number}, {kept} of these {len(tests)} differences" in (DOCS / "mixers.md").read_text()
 
 
 def seeds_of(cell):
