@@ -22,8 +22,6 @@ QUESTIONS = ("data", "task_version", "limit", "encoding")
 """What decides the questions of a task, among the fields of a key."""
 CLAIM_SECONDS = 3600
 """A claim that is not renewed for this long is that of a process which was killed."""
-PURPOSES = {"evaluation": ".in_use", "export": ".in_export", "scoring": ".in_queue"}
-"""The suffix of the marker of a claim, so that one purpose does not end the claim of another."""
 
 
 class EvaluationFileError(ValueError):
@@ -141,11 +139,13 @@ def read_run(run: Path) -> list[Evaluation]:
 
 
 @contextlib.contextmanager
-def claim(run: Path, step: int, purpose: str = "evaluation") -> Iterator[Callable[[], None]]:
+def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
     """Protect a checkpoint from deletion while it is read; call the yielded function regularly to renew the claim."""
-    marker = _marker(run, step, purpose)
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    folder = RunFolder(run).evaluations
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=_claims(step), dir=folder)  # one for each reader
+    os.close(descriptor)
+    marker = Path(name)
     try:
         yield marker.touch
     finally:
@@ -154,12 +154,12 @@ def claim(run: Path, step: int, purpose: str = "evaluation") -> Iterator[Callabl
 
 def is_claimed(run: Path, step: int) -> bool:
     """Return whether a process has claimed this checkpoint within the last CLAIM_SECONDS."""
-    markers = [marker for purpose in PURPOSES if (marker := _marker(run, step, purpose)).exists()]
+    markers = [*RunFolder(run).evaluations.glob(f"{_claims(step)}*")]
     return any(_touched(marker) > _now(marker.parent) - CLAIM_SECONDS for marker in markers)
 
 
-def _marker(run: Path, step: int, purpose: str) -> Path:
-    return RunFolder(run).evaluation(step).with_suffix(PURPOSES[purpose])
+def _claims(step: int) -> str:
+    return f"step_{step:08d}.claim-"
 
 
 def _touched(marker: Path) -> float:

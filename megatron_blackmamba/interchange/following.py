@@ -42,7 +42,7 @@ def _one(folder: RunFolder, step: int, out: Path, export: Export) -> None:
         shutil.rmtree(unfinished)
     if target.exists():
         return
-    with claim(folder.root, step, "export") as renew:
+    with claim(folder.root, step) as renew:
         if not (checkpoint / manifest.NAME).is_file():
             print(f"blackmamba: step {step}: was deleted before its export", file=sys.stderr, flush=True)
             return

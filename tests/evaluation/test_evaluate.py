@@ -138,12 +138,15 @@ def test_claim_is_aged_by_clock_of_file_system(run, monkeypatch):
 def test_claim_ends_with_its_process_or_expires(run):
     with claim(run, 1):
         assert is_claimed(run, 1)
-        marker = RunFolder(run).evaluation(1).with_suffix(".in_use")
+        (marker,) = RunFolder(run).evaluations.glob("step_00000001.claim-*")
         os.utime(marker, (time.time() - 7200, time.time() - 7200))
         assert not is_claimed(run, 1)
     assert not marker.exists()
     with claim(run, 1):
-        marker.unlink()  # by hand, or by another evaluation of this checkpoint
+        with claim(run, 1):
+            pass
+        assert is_claimed(run, 1)  # by the reader that is left
+        next(RunFolder(run).evaluations.glob("*.claim-*")).unlink()  # by hand
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Scores(Background):
         self._newest = step
         if due and not (last and self._folder.evaluation(step).exists()):
             stack = ExitStack()
-            self._claims[step] = stack, stack.enter_context(claim(self._folder.root, step, "scoring"))
+            self._claims[step] = stack, stack.enter_context(claim(self._folder.root, step))
             self.add(step)
 
     def poll(self) -> None:
