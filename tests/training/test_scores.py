@@ -66,7 +66,7 @@ def test_checkpoints_are_scored_and_failing_task_hurts_nothing(forks, corpus, tm
     assert [event.step for event in events_of(failing, NotScored)] == [4, 6]
     assert "no_such_task" in events_of(failing, NotScored)[0].problem
     assert RunFolder(failing / "run").done.exists() and not read_run(plain / "run")
-    assert not list(RunFolder(scored / "run").evaluations.glob("*.in_*"))
+    assert not list(RunFolder(scored / "run").evaluations.glob("*.claim-*"))
 
 
 class Sleeping(Scores):
