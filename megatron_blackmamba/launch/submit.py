@@ -138,18 +138,11 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
     if launch.missing_data:
         raise LaunchError(launch.missing_data)
     launch.folder.mkdir(parents=True)
-    launch.run.logs.mkdir(exist_ok=True)
-    take_snapshot(launch.folder / "code")
-    config = _at_its_checkpoint(config, launch)
-    write_text(
-        launch.folder / "config.yaml", to_yaml(_with_copied_mixture(_with_absolute_paths(config), launch.folder))
-    )
-    if str(launch.folder / GPU_FILE) in launch.script:
-        shutil.copyfile(request.gpu, launch.folder / GPU_FILE)
-    if request.evaluate is not None:
-        write_text(launch.folder / EVALUATE_JOB, render_evaluation(request, launch.run, launch.folder / "code"))
-    script = launch.folder / "job.sbatch"
-    write_text(script, launch.script)
+    try:
+        script = _write(config, request, launch)
+    except BaseException:  # a full disk, Ctrl-C
+        _take_back(launch)
+        raise
     before, jobs = squeue("--me", f"--name={job_name(launch.run)}", "--format=%A") or (), list[str]()
     try:
         for _ in range(request.chain):
@@ -162,8 +155,25 @@ def submit(config: RunConfig, request: JobRequest) -> Launch:
     return replace(launch, jobs=tuple(jobs), waits_for=tuple(before))
 
 
+def _write(config: RunConfig, request: JobRequest, launch: Launch) -> Path:
+    """Write code, config and job, and return the job's file."""
+    launch.run.logs.mkdir(exist_ok=True)
+    take_snapshot(launch.folder / "code")
+    config = _at_its_checkpoint(config, launch)
+    write_text(
+        launch.folder / "config.yaml", to_yaml(_with_copied_mixture(_with_absolute_paths(config), launch.folder))
+    )
+    if str(launch.folder / GPU_FILE) in launch.script:
+        shutil.copyfile(request.gpu, launch.folder / GPU_FILE)
+    if request.evaluate is not None:
+        write_text(launch.folder / EVALUATE_JOB, render_evaluation(request, launch.run, launch.folder / "code"))
+    script = launch.folder / "job.sbatch"
+    write_text(script, launch.script)
+    return script
+
+
 def _take_back(launch: Launch) -> None:
-    """Remove a launch that Slurm refused, and the run's folder if there is nothing else in it."""
+    """Remove a launch that was not submitted, and the run's folder if there is nothing else in it."""
     shutil.rmtree(launch.folder)
     if launch.begins.trunk:
         branches.release(launch.begins.trunk, launch.run)

@@ -357,3 +357,15 @@ def test_the_printed_commands_work_in_any_folder(tmp_path, recording_sbatch, mon
     assert call[:2] == ["--dependency=afterok:41", "--kill-on-invalid-dep=yes"]
     assert call[2:6] == [str(script), "hf", str(launched.run.root), "OUT"]
     assert f"CODE={launched.folder / 'code'}" in call and f"PYTHON={sys.executable}" in call
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_launch_that_ends_before_sbatch_leaves_nothing(tmp_path, trunk, recording_sbatch, monkeypatch, failure):
+    def fail(_):
+        assert trunk.branches.exists()
+        raise failure
+
+    monkeypatch.setattr("megatron_blackmamba.launch.submit.to_yaml", fail)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        submit(tiny(tmp_path / "runs", f"start.branch={trunk.root}"), JobRequest(nodes=1, gpus_per_node="2"))
+    assert not trunk.branches.exists() and not (tmp_path / "runs/tiny").exists()
