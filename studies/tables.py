@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.confidence import mean_of
+from megatron_blackmamba.report.confidence import half_interval, mean_of
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.grids import LARGEST, best_rates
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
@@ -13,6 +13,8 @@ from studies import differences, fits
 from studies.routing import MEANING
 
 TUNED = ", each at its best learning rate"
+LITTLE = 0.01
+"""Nats per token below which the gain of a rule of inference has vanished."""
 
 
 def every(evidence: Evidence, subjects: Sequence[str]) -> Iterator[Table]:
@@ -22,8 +24,8 @@ def every(evidence: Evidence, subjects: Sequence[str]) -> Iterator[Table]:
     for points, where in ((tuned, TUNED), (plain, "")):
         found += [compared(points, subject, where) for subject in subjects]
         found += [turns(points, subjects, where), tests(points, subjects, where)]
-        found += [equal_losses(points, subjects, where)]
-    found += [others(plain, evidence.first), changes(evidence.points), rules(plain), routers(plain)]
+        found += [equal_losses(points, subjects, where), rules(points, where)]
+    found += [others(plain, evidence.first), changes(evidence.points), routers(plain)]
     found += [generation(evidence), all_points(evidence.plain), *best_values(evidence.points)]
     yield from (table for table in [*found, corpus(evidence)] if table.rows)
 
@@ -159,7 +161,7 @@ def changes(points: Sequence[Point]) -> Table:
     return Table("Grids", "Means over the seeds; differences are taken seed by seed.", columns, rows)
 
 
-def rules(points: Sequence[Point]) -> Table:
+def rules(points: Sequence[Point], where: str = "") -> Table:
     """Show the loss of the same weights under three rules of inference."""
     rows = []
     for size in unique(points, "size"):
@@ -167,11 +169,22 @@ def rules(points: Sequence[Point]) -> Table:
             some = [p for p in chosen(points, variant=variant, size=size) if "plain" in p.router]
             for budget in sorted(unique(some, "budget")):
                 at = [p.router for p in chosen(some, budget=budget)]
-                less = [mean_of([each["plain"] - each[rule] for each in at], "+") for rule in ("loss", "balanced")]
-                rows.append([variant, size, short(budget), str(len(at)), *less])
-    words = "What the choice of the largest logit loses against the router's own rule, and against balanced experts."
-    columns = ("variant", "size", "budget", "seeds", "largest logit − own rule", "largest logit − balanced")
-    return Table("Rules of inference on the same weights", words, columns, rows)
+                less = [[each["plain"] - each[rule] for each in at] for rule in ("loss", "balanced")]
+                rows.append([variant, size, short(budget), str(len(at)), *(mean_of(each, "+") for each in less)])
+                rows[-1].append(_stays(less[0]))
+    words = (
+        "What the choice of the largest logit loses against the router's own rule, which is that rule's gain, and"
+        f" against balanced experts. The gain stays where its 95% interval lies above {LITTLE:g}, and vanishes below."
+    )
+    columns = ("variant", "size", "budget", "seeds", "largest logit − own rule", "largest logit − balanced", "the gain")
+    return Table(f"Rules of inference on the same weights{where}", words, columns, rows)
+
+
+def _stays(gains: Sequence[float]) -> str:
+    mean, half = statistics.fmean(gains), half_interval(gains)
+    if half is None or mean - half <= LITTLE <= mean + half:
+        return "open"
+    return "stays" if mean > LITTLE else "vanishes"
 
 
 def routers(points: Sequence[Point]) -> Table:

@@ -171,11 +171,22 @@ def test_tables_are_markdown_with_minus_signs(points):
 
 def test_rules_of_inference_are_compared_on_same_weights(points):
     seen = [{"loss": 3.0 + seed, "balanced": 3.1 + seed, "plain": 3.05 + seed + 0.01 * seed} for seed in (1, 2, 3)]
-    some = [
-        replace(p, router=seen[p.seed - 1]) for p in points if (p.variant, p.size, p.budget) == ("experts", "xs", 3000)
-    ]
-    (row,) = tables.rules(some).rows
-    assert row == ["experts", "xs", "3k", "3", "+0.070 ± 0.025", "-0.030 ± 0.025"]
+    looked = ("experts", "xs", 3000)
+    better = [replace(p, rate=0.008, changed={RATE: 0.008}, loss=p.loss - 0.1) for p in points]
+    fresh = [replace(p, router=seen[p.seed - 1] if (p.variant, p.size, p.budget) == looked else {}) for p in better]
+    (row,) = tables.rules(fresh).rows
+    assert row == ["experts", "xs", "3k", "3", "+0.070 ± 0.025", "-0.030 ± 0.025", "stays"]
+    found = tables.every(Evidence("x", "y", "experts", 90, {}, (*points, *fresh)), ["experts"])
+    (table,) = (each for each in found if each.title.startswith("Rules"))
+    assert table.rows == [row] and table.title.endswith(tables.TUNED)  # seeds at the best rate, not at the study's own
+
+
+@pytest.mark.parametrize(
+    "gains, said",
+    [([0.02, 0.021, 0.022], "stays"), ([0.001, 0.002, 0.003], "vanishes"), ([0.0, 0.01, 0.02], "open"), ([1], "open")],
+)
+def test_a_gain_stays_or_vanishes_beyond_its_interval(gains, said):
+    assert tables._stays(gains) == said
 
 
 def test_generation_shows_the_loss_of_the_largest_budget(points):
