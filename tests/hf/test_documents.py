@@ -109,7 +109,7 @@ def test_the_decoder_keeps_documents_apart(model, at_once):
 def test_the_decoder_reads_prompts_in_blocks(model, monkeypatch):
     tokens = torch.randint(8, 60, (2, 40), generator=torch.Generator().manual_seed(1))
     tokens[0, [3, 4, 20, 33]] = EOD
-    lengths, rest = torch.tensor([30, 19]), torch.tensor([10, 4])
+    lengths = torch.tensor([30, 19])
     masks, found = [], []
     visible = attention._visible
     monkeypatch.setattr(attention, "_visible", lambda *given: masks.append(visible(*given)) or masks[-1])
@@ -117,7 +117,7 @@ def test_the_decoder_reads_prompts_in_blocks(model, monkeypatch):
         monkeypatch.setattr(attention, "BLOCK", block)
         decoder = Decoder(pack(canonical(model), torch.float32))
         state = decoder.start(2)
-        logits = [decoder.read_all(state, tokens[:, :30], lengths)[1, 11:], decoder.read(state, tokens[:, 30:], rest)]
+        logits = [decoder.read_all(state, tokens[:, :30], lengths)[1, 11:], decoder.read(state, tokens[:, 30:])]
         found.append(torch.cat([*logits, decoder.step(state, torch.tensor([9, 9]))]))
     assert max(mask.shape[2] for mask in masks[len(masks) // 2 :]) == 8
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
