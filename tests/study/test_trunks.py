@@ -130,10 +130,11 @@ def _is_not_trained_again(study, cells, found, path):
     assert known.unlike(elsewhere) == f"has points of another corpus than {elsewhere.corpus.folder}"
     tuning = study.config.tuning.model_copy(update={"learning_rates": [2e-3]})
     faster = Study(study.name, study.config.model_copy(update={"tuning": tuning}), study.folder)
-    assert known.unlike(faster) == "has experts-small-seed1-2560 with other settings than this study"
+    older = replace(known, settings={})  # a file without them
+    assert older.unlike(faster) == "has experts-small-seed1-2560 with other settings than this study"
     study_of(study.folder, tuning=tuning.model_dump())
-    with pytest.raises(StudyError, match=r"points\.json has experts-.* with other settings .*\. Leave out --points"):
-        run(open_study(str(study.folder / "mine.yaml"), study.folder), HowToRun(points=path))
+    with pytest.raises(StudyError, match=r"points\.json has points of other settings .*rates differs\. Leave out --p"):
+        run(open_study(str(study.folder / "mine.yaml"), study.folder / "faster"), HowToRun(points=path))
 
 
 def _is_read_beyond_its_length(study, cells):
