@@ -154,8 +154,9 @@ def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
 
 def is_claimed(run: Path, step: int) -> bool:
     """Return whether a process has claimed this checkpoint within the last CLAIM_SECONDS."""
-    markers = [*RunFolder(run).evaluations.glob(f"{_claims(step)}*")]
-    return any(_touched(marker) > _now(marker.parent) - CLAIM_SECONDS for marker in markers)
+    folder = RunFolder(run).evaluations
+    markers = [*folder.glob(f"{_claims(step)}*")]
+    return bool(markers) and max(map(_touched, markers)) > _now(folder) - CLAIM_SECONDS
 
 
 def _claims(step: int) -> str:

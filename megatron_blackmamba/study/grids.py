@@ -1,4 +1,4 @@
-"""What the values of a grid give, and the learning rate that `best_rate` takes."""
+"""Losses of the values of a grid, and the learning rate that `best_rate` takes."""
 
 import math
 import statistics
