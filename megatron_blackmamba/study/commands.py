@@ -74,7 +74,7 @@ def run(study: Study, how: HowToRun) -> bool:
 
 
 def _complete(study: Study, how: HowToRun, known: Evidence | None) -> bool:
-    finished = False
+    finished, measures = False, how.page_only
     if not how.page_only:
         if not study.corpus.mixture.is_file():  # looking at every run of a large study takes seconds
             refuse_large_vocabulary(study)
@@ -84,10 +84,13 @@ def _complete(study: Study, how: HowToRun, known: Evidence | None) -> bool:
         say(f"corpus: {study.corpus.folder}")
     if known is not None and (wrong := known.unlike(study)):
         raise StudyError(f"{how.points} {wrong}. Leave out --points")
+    seconds = None if how.minutes is None else 60 * how.minutes
+    local = Local(study.folder / "configs", how.jobs or usable_cores(), seconds, say)
     try:
-        finished = _train(settled(study, known), how, known)
+        finished = _train(settled(study, known), how, known, local)
+        measures = not local.stopping
     finally:
-        write_page(settled(study, known), how, known, measures=finished or how.page_only)
+        write_page(settled(study, known), how, known, measures)
     return finished
 
 
@@ -99,9 +102,7 @@ def refuse_large_vocabulary(study: Study) -> None:
             raise StudyError(f"{study.name}: {which}. Set corpus: {{vocabulary: {size}}}, or model.vocab_size")
 
 
-def _train(study: Study, how: HowToRun, known: Evidence | None) -> bool:
-    jobs = how.jobs or usable_cores()
-    local = Local(study.folder / "configs", jobs, None if how.minutes is None else 60 * how.minutes, say)
+def _train(study: Study, how: HowToRun, known: Evidence | None, local: Local) -> bool:
     tuning = study.tuning()
     if not _do(tuning, study, how, local):
         return False
