@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_blackmamba.study import afford, commands, page
 from megatron_blackmamba.study.config import RATE, PrimaryConfig, StudyError, read_study
+from megatron_blackmamba.study.execute import Local
 from megatron_blackmamba.study.grids import best_rates
 from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence
@@ -17,6 +19,7 @@ from studies.trend import decisions
 from tests.study.test_trunks import point, study_of
 
 BUDGET = 1000
+LOCAL = Local(Path("configs"), jobs=1, seconds=None, say=print)
 DECLARED = PrimaryConfig(one="experts", other="dense", size="s", budget=BUDGET, seeds=[4, 5, 6, 7, 8, 9, 10])
 
 
@@ -152,7 +155,7 @@ def test_series_after_fresh_seeds_come_after_them(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "_do", asks)
     for some in (points[1:], points):
         known = Evidence("mine", "y", "experts", 9, {}, tuple(some))
-        assert not commands._train(commands.settled(study, known), HowToRun(), known)
+        assert not commands._train(commands.settled(study, known), HowToRun(), known, LOCAL)
     first, second = (each for each in asked if each)
     assert first == [("experts", 1)] and second == [("experts", 4)] * 2 + [("dense", 1)] * 2
 
@@ -164,7 +167,7 @@ def test_a_budget_pays_for_no_waiting_point(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands, "_do", lambda cells, *_: asked.append([cell.seed for cell in cells]) or not cells)
     first = [cell for cell in study.cells() if not cell.waits][:2]
     hours = sum(each.hours for each in afford.costs(first, ())) * 1.001
-    commands._train(study, HowToRun(budget=hours), None)
+    commands._train(study, HowToRun(budget=hours), None, LOCAL)
     assert [seeds for seeds in asked if seeds] == [[1, 1]]
     assert "2 of 12 points" in capsys.readouterr().err
 

@@ -1,7 +1,6 @@
 """Studies on trunks and branches: a branch is a whole run with the same schedule, and laws are found where they are."""
 
 import io
-import json
 import math
 import signal
 import subprocess
@@ -456,14 +455,15 @@ def test_package_without_the_analysis_says_where_it_is(output, tmp_path, monkeyp
         (tmp_path / "nowhere" / "trend").mkdir(parents=True)
         monkeypatch.syspath_prepend(tmp_path)
     how = HowToRun(points=ROOT / "docs" / "studies" / "confirm.json", page_only=True, tables=True, png=tmp_path)
-    assert run(open_study("confirm", tmp_path), how)
+    study = open_study("confirm", tmp_path)
+    assert run(study, how)
     said = capsys.readouterr()
     assert "the analysis of such studies is in the folder studies/ of the repository" in said.err
     assert "| softmax | xs |" in said.out and "### Turns" not in said.out
     text = (tmp_path / "study.html").read_text()
     check_page(text)
-    finished = len(json.loads(how.points.read_text())["points"])
-    assert f"{finished} of 1108 runs are finished" in text and "softmax, s</title>" in text
+    known = Evidence.read(how.points, study)
+    assert f"{len(known.points)} of {known.planned} runs are finished" in text and "softmax, s</title>" in text
     assert (tmp_path / "loss.png").is_file()
 
 
