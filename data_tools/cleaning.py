@@ -92,11 +92,16 @@ class Cleaning:
 
     def refuse_other_settings(self) -> None:
         """Refuse to continue the work of a call with other inputs or options."""
-        inputs = [[source.name, source.bytes, source.modified_ns] for part in self.parts for source in part]
-        wanted = json.loads(json.dumps({**self.settings, "parts": len(self.parts), "inputs": inputs}))
+        sources = [source for part in self.parts for source in part]
+        inputs = [[source.name, source.bytes, source.modified_ns] for source in sources]
+        newer = {
+            "formats (--format)": sorted({source.format for source in sources}),
+            "files in each part (--part-size)": [*map(len, self.parts)],
+        }
+        wanted = json.loads(json.dumps({**self.settings, "parts": len(self.parts), "inputs": inputs, **newer}))
         path = self.work / SETTINGS
         if path.exists():
-            found = json.loads(path.read_bytes())
+            found = {**newer, **json.loads(path.read_bytes())}  # older versions did not record these
             if found != wanted:
                 different = ", ".join(key for key in {**wanted, **found} if found.get(key) != wanted.get(key))
                 raise InputError(

@@ -16,7 +16,7 @@ from megatron_blackmamba.data_tools.parts import RemovalLog
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.shingles import jaccard
 from megatron_blackmamba.data_tools.signatures import LONGEST_SKETCH, Store
-from megatron_blackmamba.data_tools.sorted_runs import ranges, read_range, read_records, write_records
+from megatron_blackmamba.data_tools.sorted_runs import files_of, ranges, read_range, read_records, write_records
 from megatron_blackmamba.formats import atomic
 
 EDGES_AT_ONCE = 1 << 23
@@ -46,14 +46,14 @@ class Choose(PipelineStep):
             raise InputError(f"{total:,} documents: dedup takes fewer than {KEPT:,}. Clean them in two calls")
         kept, similarity = np.full(total, KEPT, np.uint32), np.ones(total, np.float32)
         removed = bytearray(total)
-        edges = sorted(self.store.edges.iterdir())
+        edges = files_of(self.store.edges)
         for first, end in ranges(edges, EDGE, EDGES_AT_ONCE):
             some = read_range(edges, EDGE, first, end)
             some = some[np.lexsort((some["worse"], some["tie"], some["key"]))]
             chosen = decide(some, dense(some["worse"], offsets), dense(some["better"], offsets), removed)
             worse, better, alike = chosen
             kept[worse], similarity[worse] = better, alike
-        for path in sorted(self.store.copies.iterdir()):
+        for path in files_of(self.store.copies):
             copies = read_records(path, COPY)
             copy, original = dense(copies["key"], offsets), dense(copies["original"], offsets)
             gone = kept[original] != KEPT

@@ -12,7 +12,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from megatron_blackmamba.data_tools.shingles import jaccard
 from megatron_blackmamba.data_tools.signatures import BAND, CONTENT, LONGEST_SKETCH, Store, ids
-from megatron_blackmamba.data_tools.sorted_runs import between, read_range, read_records, share, write_run
+from megatron_blackmamba.data_tools.sorted_runs import between, files_of, read_range, read_records, share, write_run
 
 WINDOW = 32
 """In a MinHash group, a document is compared with this many before it in the order of their numbers of shingles."""
@@ -65,7 +65,7 @@ class Pairs(PipelineStep):
         self.store, self.pieces = store, pieces
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
-        copies = np.sort(read_range(sorted(self.store.copies.iterdir()), COPY)["key"])
+        copies = np.sort(read_range(files_of(self.store.copies), COPY)["key"])
         jobs = range(rank, self.store.options.buckets * self.pieces, world_size)
         found = [self._of(*divmod(job, self.pieces), copies) for job in jobs]
         write_run(self.store.pairs / f"{rank:05d}", np.unique(np.concatenate(found)))
@@ -132,7 +132,7 @@ class Compare(PipelineStep):
         self.store = store
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
-        runs = sorted(self.store.pairs.iterdir())
+        runs = files_of(self.store.pairs)
         count = len(self.store.documents(rank))
         found = [np.empty(0, EDGE)]
         for first in range(0, count, _DOCUMENTS_AT_ONCE):

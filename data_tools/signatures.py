@@ -14,7 +14,14 @@ from datatrove.utils.hashing import HashConfig
 from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.options import DedupOptions
 from megatron_blackmamba.data_tools.shingles import Shingler, line_keys
-from megatron_blackmamba.data_tools.sorted_runs import read_range, read_records, share, write_records, write_run
+from megatron_blackmamba.data_tools.sorted_runs import (
+    files_of,
+    read_range,
+    read_records,
+    share,
+    write_records,
+    write_run,
+)
 from megatron_blackmamba.data_tools.sources import Preferences
 from megatron_blackmamba.formats import atomic
 
@@ -139,7 +146,7 @@ class RepeatedLines(PipelineStep):
         self.store, self.at_least = store, at_least
 
     def run(self, data: Any, rank: int, world_size: int) -> None:
-        lines = read_range(sorted(self.store.lines.iterdir()), LINE, *share(rank, world_size))
+        lines = read_range(files_of(self.store.lines), LINE, *share(rank, world_size))
         values, places = np.unique(lines["key"], return_inverse=True)
         documents = np.bincount(places, weights=lines["documents"], minlength=len(values))
         write_records(self.store.repeated / f"{rank:05d}", values[documents >= self.at_least])
@@ -160,7 +167,7 @@ class Signatures(PipelineStep):
         repeated = None
         if options.boilerplate:
             u64 = np.dtype("<u8")
-            repeated = np.concatenate([read_records(path, u64) for path in sorted(self.store.repeated.iterdir())])
+            repeated = np.concatenate([read_records(path, u64) for path in files_of(self.store.repeated)])
         shingler = Shingler(options.n_grams, self.words, repeated)
         config = MinhashConfig(options.n_grams, options.buckets, options.hashes, hash_config=HashConfig(precision=32))
         minhash = MinHash(str(folder), config, self.words)

@@ -29,6 +29,11 @@ def read_records(path: Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype)
 
 
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a folder in order, without those that a killed process left unfinished."""
+    return sorted(folder.glob("[0-9]*"))
+
+
 def write_run(path: Path, records: np.ndarray) -> None:
     """Write records in the order of their `key`."""
     write_records(path, records[np.argsort(records["key"], kind="stable")])

@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ pytest.importorskip("datatrove", reason="datatrove is not installed: pip install
 
 from benchmarks.cleaning import Words
 from benchmarks.dedup_scale import write_corpus
-from megatron_blackmamba.data_tools import dedup_estimate
+from megatron_blackmamba.data_tools import dedup_estimate, sorted_runs
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
@@ -29,6 +30,7 @@ from megatron_blackmamba.data_tools.shingles import Shingler, jaccard
 from megatron_blackmamba.data_tools.sorted_runs import KEYS, ranges, read_range, write_run
 from megatron_blackmamba.data_tools.sources import find_sources
 from megatron_blackmamba.data_tools.splitters import SpacedWords
+from megatron_blackmamba.formats import leftovers
 from tests.data_tools import copies
 from tests.data_tools.copies import judged, without_origin
 from tests.thorough import thorough
@@ -207,6 +209,39 @@ def test_other_settings_are_refused(option, write_jsonl, tmp_path):
     dedup(corpus, tmp_path / "out")
     with pytest.raises(InputError, match=f"was made with other {option[0][2:]}: choose another folder"):
         dedup(corpus, tmp_path / "out", *option)
+
+
+def test_a_resume_cuts_and_reads_inputs_alike(words, write_jsonl, tmp_path):
+    for name, count in (("a", 3), ("b", 3), ("c", 3), ("d", 1)):
+        write_jsonl(f"in/{name}.jsonl", [" ".join(words.take(60)) for _ in range(count)])
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "in").iterdir())]
+    inputs = (tmp_path / "in", tmp_path / "out")
+    dedup(*inputs, "--part-size", sum(sizes[:2]) + 10)  # two parts, as three files and one would be
+    with pytest.raises(InputError, match=r"was made with other files in each part \(--part-size\): choose"):
+        dedup(*inputs, "--part-size", sum(sizes[:3]) + 10)
+    with pytest.raises(InputError, match=r"was made with other formats \(--format\): choose"):
+        dedup(*inputs, "--part-size", sum(sizes[:2]) + 10, "--format", "text", "--match", "*.jsonl")
+    settings = tmp_path / "out/.work/dedup/settings.json"
+    older = {key: value for key, value in json.loads(settings.read_bytes()).items() if "(--" not in key}
+    settings.write_text(json.dumps(older))
+    dedup(*inputs, "--part-size", sum(sizes[:2]) + 10)
+
+
+def test_leftovers_of_a_kill_change_nothing(words, write_jsonl, tmp_path, monkeypatch):
+    header = words.lines(100)
+    pages = [f"{header}\n{words.lines(20)}" for _ in range(12)]
+    corpus = write_jsonl("a.jsonl", pages)
+    dedup(corpus, tmp_path / "whole", "--boilerplate", "20")
+    write_records = sorted_runs.write_records
+
+    def killed_before(path, records):
+        write_records(path, records)
+        if path.parent.name == "lines":
+            shutil.copy(path, leftovers.beside(path))
+
+    monkeypatch.setattr(sorted_runs, "write_records", killed_before)
+    dedup(corpus, tmp_path / "killed", "--boilerplate", "20")
+    assert len(rows(tmp_path / "whole")) == 11 and rows(tmp_path / "killed") == rows(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("option", ["--similarity 0", "--similarity 1.1", "--at-most 2", "--boilerplate 1"])
