@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, upload
+from megatron_blackmamba.formats.remote import cached, download, file_system, files_below, one_at_a_time, upload
 from megatron_blackmamba.formats.shards import MANIFEST_SUFFIX, SUFFIXES, ShardManifest, beside, idx_bytes
 
 TOKENIZER = "tokenizer.json"
@@ -20,18 +20,19 @@ class RemoteFolder:
 
     @classmethod
     def open(cls, url: str) -> "RemoteFolder":
-        """Fetch the manifests of finished shards."""
+        """Fetch the manifests of finished shards. Other processes of this machine may use the same local folder."""
         url = url.rstrip("/")
         remote = cls(url, cached(url) / ".making")
         remote.folder.mkdir(parents=True, exist_ok=True)
-        for stale in remote.folder.glob(f"shard_*{MANIFEST_SUFFIX}"):
-            if not _is_being_published(stale):
-                stale.unlink(missing_ok=True)
-        for name in files_below(url):
-            if name.rpartition("/")[0] == url and name.endswith((MANIFEST_SUFFIX, TOKENIZER, TRAINED)):
-                local = remote.folder / name.rpartition("/")[2]
-                if not _is_being_published(local):
-                    download(name, local)
+        with one_at_a_time(remote.folder):
+            there = {name.rpartition("/")[2]: name for name in files_below(url) if name.rpartition("/")[0] == url}
+            for stale in remote.folder.glob(f"shard_*{MANIFEST_SUFFIX}"):
+                if stale.name not in there and not _is_being_published(stale):
+                    stale.unlink(missing_ok=True)
+            for name, object_url in there.items():
+                local = remote.folder / name
+                if name.endswith((MANIFEST_SUFFIX, TOKENIZER, TRAINED)) and not _is_being_published(local):
+                    download(object_url, local)
         return remote
 
     def has(self, prefix: Path) -> bool:
@@ -50,6 +51,8 @@ class RemoteFolder:
 
     def publish(self, prefix: Path) -> None:
         """Upload a finished shard, its manifest last, and remove the local tokens."""
+        if beside(prefix, ".bin").exists():
+            self._remove(prefix, MANIFEST_SUFFIX)  # of the shard that this one replaces
         for suffix in (".bin", ".idx", MANIFEST_SUFFIX):
             local = beside(prefix, suffix)
             if local.exists():
@@ -65,10 +68,13 @@ class RemoteFolder:
 
     def remove(self, prefix: Path) -> None:
         """Remove a shard that no input makes any more."""
-        fs, _ = file_system(self.url)
         for suffix in SUFFIXES:
-            if self._size(prefix, suffix) is not None:
-                fs.rm_file(f"{self.url}/{prefix.name}{suffix}".partition("://")[2])
+            self._remove(prefix, suffix)
+
+    def _remove(self, prefix: Path, suffix: str) -> None:
+        if self._size(prefix, suffix) is not None:
+            fs, path = file_system(f"{self.url}/{prefix.name}{suffix}")
+            fs.rm_file(path)
 
 
 def _is_being_published(manifest_path: Path) -> bool:

@@ -1,6 +1,7 @@
 """Raw files and shards in a real S3 server on this machine, over connections that break."""
 
 import contextlib
+import fcntl
 import gzip
 import json
 import os
@@ -283,6 +284,38 @@ def test_array_tasks_keep_each_others_shards(s3, raw, tokenizer_file, monkeypatc
     tokenize(["s3://bucket/raw/web"], url, options(tokenizer_file))
     assert len(manifests) == len(s3.glob("bucket/tokens/array/*.manifest.json")) == 3
     assert not list((cached(url) / ".making").glob("*.bin"))
+
+
+def test_array_tasks_may_start_together(s3, shards, tokenizer_file, monkeypatch):
+    """The second task of --array waits while the first reads manifests, and finds them all in place."""
+    url, download, local = "s3://bucket/tokens/web", object_storage.download, []
+    folder = RemoteFolder.open(url).folder
+
+    def download_while_another_task_looks(source, target):
+        local.append(target.exists())
+        with open(folder.with_name(f".{folder.name}.lock"), "rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        download(source, target)
+
+    monkeypatch.setattr(object_storage, "download", download_while_another_task_looks)
+    RemoteFolder.open(url)
+    assert local == [True] * 4
+
+
+def test_a_killed_overwrite_leaves_no_manifest(s3, shards, tokenizer_file, monkeypatch):
+    """The manifest of the old shard would call the new tokens complete."""
+    upload = object_storage.upload
+
+    def upload_until_killed(local, target):
+        if local.suffix == ".idx":
+            raise KeyboardInterrupt
+        upload(local, target)
+
+    monkeypatch.setattr(object_storage, "upload", upload_until_killed)
+    with pytest.raises(KeyboardInterrupt):
+        tokenize(["s3://bucket/raw/web"], "s3://bucket/tokens/web", options(tokenizer_file, overwrite=True, seed=1))
+    monkeypatch.undo()
+    assert len(s3.glob("bucket/tokens/web/*.manifest.json")) == 2
 
 
 def test_another_tokenizer_in_the_bucket_replaces_the_copy(s3, raw, shards, tokenizer_file, tmp_path):
