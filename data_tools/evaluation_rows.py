@@ -98,7 +98,10 @@ def _known(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...] | None:
     """Return question with right answer, and the question alone. BoolQ's answer is yes or no: nothing to find."""
     keys = record.keys()
     told = record.get("answer", record.get("label"))
-    if {"passage", "question"} <= keys and told in (False, True, -1):  # BoolQ; -1 hides it in SuperGLUE's test
+    boolean = isinstance(told, bool)
+    if told in (0, 1, -1) and not boolean:  # as in SuperGLUE, whose test hides it, or a place in a list of answers
+        boolean = not any(isinstance(value, list) for value in record.values())
+    if {"passage", "question"} <= keys and boolean:  # BoolQ
         return ("passage", _string(record, "passage")), ("question", _string(record, "question"))
     if {"goal", "sol1", "sol2"} <= keys:  # PIQA
         answer = _chosen(record, "label", {"0": record["sol1"], "1": record["sol2"]})

@@ -179,7 +179,7 @@ class ItemIndex:
         """Yield the passages that are alike enough to a probe, which may begin at these places."""
         wanted = self._probes[probe]
         slack = 2 + len(wanted) // 2
-        done = -1
+        done = begins[0]  # negative where the text lacks the first words
         for begin in begins:
             if begin < done:
                 continue

@@ -112,6 +112,7 @@ def spans(text: str, words: Sequence[str]) -> list[tuple[int, int]] | None:
 
 
 def _fold(text: str) -> str:
+    text = unicodedata.normalize("NFKD", text)  # first, since 𝐀 and ™ have no case before
     return str(_INVISIBLE.sub("", unicodedata.normalize("NFKD", text.casefold())))
 
 

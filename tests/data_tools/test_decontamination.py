@@ -221,6 +221,17 @@ def test_short_distinctive_items_are_found_whole():
     assert found(["Lightning may ignite forests"], *texts) == [True, False]
 
 
+def test_items_cut_by_the_beginning_are_found():
+    item = "in the early morning sixteen otters juggled brass lanterns beneath viaducts"
+    texts = [item.split(" ", first)[-1] for first in range(3)]
+    assert found([item], *texts, *(f"{FILLER} {text}" for text in texts)) == [True] * 6
+
+
+def test_letters_of_other_fonts_are_letters():
+    assert normalize("𝐎𝐭𝐭𝐞𝐫 ℌ ™ Ｏ") == "otter h tm o"
+    assert found(["Lightning may ignite forests"], "𝐋𝐢𝐠𝐡𝐭𝐧𝐢𝐧𝐠 𝐌𝐚𝐲 𝐈𝐠𝐧𝐢𝐭𝐞 𝐅𝐨𝐫𝐞𝐬𝐭𝐬") == [True]
+
+
 def test_prompts_of_many_items_identify_none():
     prompt = "Read the following passage about otters carefully then answer every question below it in full: "
     items = [f"{prompt} {word} heron {word} lantern" for word in (f"zq{chr(97 + i)}x" for i in range(20))]
@@ -405,5 +416,7 @@ def test_other_questions_on_passages_are_not_boolq(tmp_path):
     rows = [{**row, "answer": "A"}, {**row, "passage": None}]
     (race,) = read_evaluations([str(write(tmp_path / "race.jsonl", rows))])
     assert "options[]" in race.choice.taken and "the red one" in race.items[0].texts
+    (placed,) = read_evaluations([str(write(tmp_path / "placed.jsonl", [{**row, "label": n} for n in range(3)]))])
+    assert all("the red one" in item.texts for item in placed.items)
     (boolq,) = read_evaluations([str(write(tmp_path / "boolq.jsonl", [{**row, "answer": True}]))])
     assert boolq.choice.taken == ["passage", "question"]
