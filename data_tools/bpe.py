@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def train_or_reuse(
     if vocab_size < _BYTES_AND_EOD:
         raise InputError(f"--train-tokenizer {vocab_size}: at least {_BYTES_AND_EOD}, every byte and {EOD_TOKEN}")
     request = _request(sources, read, vocab_size, train_bytes)
+    if any(source.path == STDIN for source in sources):
+        raise InputError("--train-tokenizer reads its input twice, which standard input does not allow. Give files")
     if path.exists():
         difference = _difference(path, request, sample(sources, read, tolerance, train_bytes))
         if difference is None:
@@ -55,8 +58,6 @@ def train_or_reuse(
                 "another one with --overwrite"
             )
         say(f"{path}: {difference}, so it is replaced")
-    if any(source.path == STDIN for source in sources):
-        raise InputError("--train-tokenizer reads its input twice, which standard input does not allow. Give files")
     say(f"training a tokenizer of {vocab_size} tokens on up to {short(train_bytes)} characters of the inputs")
     text = _Digest(sample(sources, read, tolerance, train_bytes))
     content = train(text, vocab_size)
@@ -145,10 +146,10 @@ def train(texts: Iterable[list[str]], vocab_size: int) -> bytes:
 def sample(sources: Sequence[Source], read: ReadOptions, tolerance: Tolerance, train_bytes: int) -> Iterator[list[str]]:
     """Yield the beginning of every file, in proportion to its size, `train_bytes` of text in total."""
     total = sum(source.bytes for source in sources)
-    log = RejectLog(tolerance)
     for source in sources:
+        log = RejectLog(tolerance)  # of this file alone: its shard, which counts them all, is checked later
         budget = max(1, train_bytes * source.bytes // max(1, total))
-        reader = Reader(source.path, source.format, read, lambda *bad, s=source: log.add(s.name, s.path, *bad))
+        reader = Reader(source.path, source.format, read, partial(log.add, source.name, source.path))
         for batch in reader.batches():
             yield batch.texts
             budget -= sum(len(text) for text in batch.texts)

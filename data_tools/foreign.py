@@ -12,7 +12,7 @@ import numpy as np
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.formats.atomic import atomic_file
 from megatron_blackmamba.formats.remote import file_sha256
-from megatron_blackmamba.formats.shards import beside, token_dtype, write_idx
+from megatron_blackmamba.formats.shards import LONGEST_DOCUMENT, beside, token_dtype, write_idx
 from megatron_blackmamba.tokenizer import Tokenizer
 
 SUFFIXES = (".ds", ".npy")
@@ -49,6 +49,11 @@ def expose(path: Path, tokenizer: Tokenizer, dtype: str | None = None) -> tuple[
     lengths = np.diff(ends, prepend=0)
     if lengths.size and int(lengths.min()) < 0:
         raise InputError(f"{path}: the documents of its index overlap")
+    if lengths.size and int(lengths.max()) > LONGEST_DOCUMENT:
+        raise InputError(
+            f"{path}: document {1 + int(lengths.argmax())} has {lengths.max():,} tokens, and an index holds 2^31 - 1."
+            " If it is many documents, name the token that ends them: --eod"
+        )
     _link(path, beside(prefix, ".bin"), header)
     with atomic_file(beside(prefix, ".idx")) as file:
         write_idx(file, _STORED[item], lengths[lengths > 0])

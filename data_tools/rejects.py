@@ -64,6 +64,7 @@ class RejectLog:
     """The place that lists skipped records."""
     counts: dict[str, int] = field(default_factory=dict)
     first: list[Reject] = field(default_factory=list)
+    first_bad: Reject | None = None
 
     @property
     def bad(self) -> int:
@@ -76,21 +77,23 @@ class RejectLog:
     def add(self, source: str, path: str, record: int, reason: str, detail: str) -> None:
         """Note a record that is skipped; raise InputError where the tolerance is a number and now exceeded."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
+        found = Reject(source=source, record=record, reason=reason)
         if len(self.first) < LISTED_AT_MOST:
-            self.first.append(Reject(source=source, record=record, reason=reason))
+            self.first.append(found)
+        if reason != BLANK:
+            self.first_bad = self.first_bad or found
         if reason != BLANK and self.tolerance.fraction is None and self.bad > self.tolerance.count:
             raise InputError(self._too_many(path, record, reason, detail))
 
     def check(self, records: int) -> None:
         """Raise InputError where the tolerance is a fraction and the whole shard is worse."""
         allowed = self.tolerance.count if self.tolerance.fraction is None else self.tolerance.fraction * records
-        if self.bad <= allowed:
+        if self.first_bad is None or self.bad <= allowed:
             return
         worst = ", ".join(f"{count} {reason}" for reason, count in self.counts.items() if reason != BLANK)
-        examples = [reject for reject in self.first if reject.reason != BLANK]
         raise InputError(
             f"{self.bad} of {records} records are bad ({worst}), more than --max-bad {self.tolerance.fraction:g} "
-            f"allows; the first is {examples[0].source}, record {examples[0].record}"
+            f"allows; the first is {self.first_bad.source}, record {self.first_bad.record}"
         )
 
     def _too_many(self, path: str, record: int, reason: str, detail: str) -> str:

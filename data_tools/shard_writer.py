@@ -26,6 +26,7 @@ from megatron_blackmamba.data_tools.streams import STDIN
 from megatron_blackmamba.formats import atomic
 from megatron_blackmamba.formats.document_sample import DocumentSampler
 from megatron_blackmamba.formats.shards import (
+    LONGEST_DOCUMENT,
     MANIFEST_SUFFIX,
     ShardManifest,
     SourceFile,
@@ -40,7 +41,6 @@ RECHECKED_ONE_IN = 1024
 _RECHECKED_AT_FIRST_BYTES = 64 << 10
 _RECHECKED_CHARACTERS = 1 << 20  # of one document: the reference takes 140 bytes of memory for each
 _COUNTED_AT_ONCE = 128  # texts joined into one: it stays in the cache, and many are ASCII
-_LONGEST_DOCUMENT = (1 << 31) - 1  # lengths are int32 in an index
 _TOKEN_BYTES_PER_INPUT_BYTE = {False: 0.6, True: 2.5}  # of plain and of compressed text; only sizes the buckets
 
 Report = Callable[[int, int, int], None]  # input bytes, tokens, documents: so far
@@ -225,7 +225,7 @@ class _Writing:
     def _wanted(self, lengths: np.ndarray) -> np.ndarray:
         """Return which documents have as many tokens as --min-tokens and --max-tokens ask for."""
         options = self.options
-        return (lengths >= (options.min_tokens or 0)) & (lengths <= (options.max_tokens or _LONGEST_DOCUMENT))
+        return (lengths >= (options.min_tokens or 0)) & (lengths <= (options.max_tokens or LONGEST_DOCUMENT))
 
     def _on_this_side(self, batch: Batch, source: Source) -> np.ndarray | None:
         hold_out = self.job.hold_out
@@ -237,7 +237,7 @@ class _Writing:
             raise RuntimeError(
                 f"{source.path}: {self.tokenizer.batch_backend} returned ids that do not belong to its texts"
             )
-        if int(lengths.max()) >= _LONGEST_DOCUMENT:
+        if int(lengths.max()) >= LONGEST_DOCUMENT:
             record = batch.numbers[int(np.argmax(lengths))]
             raise InputError(f"{source.path}, record {record}: {lengths.max()} tokens; an index holds at most 2^31 - 1")
         if not self.options.special_text:

@@ -241,17 +241,18 @@ def _exact(manifest: ShardManifest) -> bool:
 
 
 def _prefixes(paths: Iterable[str | Path]) -> list[Path]:
-    """Return the prefix of every shard, .bin and .idx under the paths, each once, in order."""
-    prefixes: dict[Path, None] = {}
+    """Return the prefix of every shard, .bin and .idx under the paths, each once, as it was first named, in order."""
+    prefixes: dict[Path, Path] = {}
     empty = []
     for path in paths:
         found = shards_at(path)
         if not found and (is_remote(path) or Path(path).is_dir()):
             empty.append(f"{path}: no shard in this folder")
-        prefixes.update(dict.fromkeys(found or [shard_prefix(path)]))
+        for prefix in found or [shard_prefix(path)]:
+            prefixes.setdefault(prefix.resolve(), prefix)
     if empty:
         raise ShardError("\n".join(empty))
-    return list(prefixes)
+    return [*prefixes.values()]
 
 
 def _compare(verdicts: list[Verdict]) -> None:

@@ -26,6 +26,8 @@ from megatron_blackmamba.formats.document_sample import DocumentSample, Sampled
 FORMAT_VERSION = 1
 MANIFEST_SUFFIX = ".manifest.json"
 SUFFIXES = (MANIFEST_SUFFIX, ".bin", ".idx")
+LONGEST_DOCUMENT = (1 << 31) - 1
+"""Most tokens of a document: lengths are int32 in an index."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

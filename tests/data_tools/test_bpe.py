@@ -102,6 +102,29 @@ def test_same_text_is_recognised_by_its_content(text, tmp_path):
     assert run(text, tmp_path / "out").written == []
 
 
+def test_bad_records_are_counted_by_shard(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "some text"}\n' * 5 + "bad\n" * 3)
+    summary = tokenize(
+        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
+        tmp_path / "out",
+        TokenizeOptions(train_tokenizer=300, workers=1, quiet=True, shard_size="1", max_bad="3"),
+    )
+    assert summary.rejected == {"invalid JSON": 6}
+
+
+def test_standard_input_is_refused_before_it_is_read(text, tmp_path, monkeypatch):
+    run(text, tmp_path / "out")
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        file.write("a text")
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(InputError, match="standard input does not allow"):
+            run("-", tmp_path / "out", format="text")
+        assert stdin.read() == "a text"
+
+
 def test_empty_input_leaves_no_tokenizer(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(InputError, match=r"no text in .*empty\.txt"):

@@ -124,6 +124,15 @@ def test_a_damaged_table_of_documents_is_named(tmp_path, tokenizer, table):
         expose(tmp_path / "a.npy", tokenizer)
 
 
+def test_a_document_too_long_for_an_index_is_named(tmp_path, tokenizer):
+    with open(tmp_path / "a.ds", "wb") as file:
+        file.truncate((2 << 32) + 20)  # sparse; as int32 its length would be 9
+    np.array([1, (1 << 32) + 10], "<u8").tofile(tmp_path / "a.ds.index")
+    with pytest.raises(InputError, match=r"a\.ds: document 2 has 4,294,967,305 tokens, and an index holds 2\^31 - 1"):
+        expose(tmp_path / "a.ds", tokenizer)
+    assert not (tmp_path / "a.bin").exists()
+
+
 def test_a_cut_index_is_named(tmp_path, tokenizer):
     np.ones(4, "<u2").tofile(tmp_path / "a.ds")
     (tmp_path / "a.ds.index").write_bytes(np.array([2, 4], "<u8").tobytes()[:-1])

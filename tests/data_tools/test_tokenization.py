@@ -15,7 +15,7 @@ import zstandard
 
 from megatron_blackmamba.data_tools import shard_writer, workers
 from megatron_blackmamba.data_tools.provenance import origin
-from megatron_blackmamba.data_tools.rejects import InputError
+from megatron_blackmamba.data_tools.rejects import LISTED_AT_MOST, InputError
 from megatron_blackmamba.data_tools.shuffle import document_order
 from megatron_blackmamba.data_tools.tokenization import TokenizeOptions, plan
 from megatron_blackmamba.formats.shards import Shard
@@ -171,6 +171,12 @@ def test_blank_lines_are_listed_but_not_bad(run, tmp_path):
     run(tmp_path / "a.jsonl")
     manifest = Shard.open(tmp_path / "out/shard_00001").manifest
     assert manifest.rejected == {"blank": 2} and manifest.documents == 2
+
+
+def test_first_bad_record_is_named_behind_blank_lines(run, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b"\n" * LISTED_AT_MOST + b"{")
+    with pytest.raises(InputError, match=rf"the first is a\.jsonl, record {LISTED_AT_MOST + 2}"):
+        run(tmp_path / "a.jsonl", max_bad="0.00001")
 
 
 def test_every_document_keeps_its_record_number(run, tmp_path, tokenizer):

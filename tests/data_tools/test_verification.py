@@ -95,6 +95,14 @@ def test_the_same_tokens_twice_are_found(folder):
     assert "has the same tokens as" in problems(folder)[2]
 
 
+def test_a_folder_named_in_two_ways_counts_once(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("out")
+    found = verify(["out", folder, "link"], quiet=True)
+    assert [str(verdict.prefix) for verdict in found] == ["out/shard_00001", "out/shard_00002"]
+    assert not any(verdict.problems for verdict in found)
+
+
 def test_an_empty_folder_is_no_proof(tmp_path):
     (tmp_path / "inside").mkdir()
     with pytest.raises(ShardError, match=r"(?s)no shard in this folder.*inside: no shard in this folder"):
