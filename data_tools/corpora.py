@@ -18,8 +18,8 @@ from megatron_blackmamba.formats.mixture import Mixture, MixtureError
 BYTES_A_TOKEN = (1.6, 2.8)
 """Bytes of a download for each token, where its size is not published. DCLM-baseline has 3.8T tokens in "over 6 TB"
 (mlfoundations/dclm #85), FineMath 1.9 by its card, and FineWeb's sample of 350B tokens 990 GB (its discussion 57)."""
-TOKENS_A_CORE = 15e6
-"""Tokens that `data tokenize` makes in a second on one core, the lowest of documents of 60 words (docs/measured.md)."""
+TOKENS_A_CORE = 6e6
+"""Tokens of documents of 60 words that `data tokenize --hold-out` makes in a second on one core (docs/measured.md)."""
 LARGEST_UINT16 = 65_500
 CORES_A_TASK = 16
 """Cores of a task of `tokenize_array.sbatch`."""

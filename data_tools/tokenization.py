@@ -7,9 +7,11 @@ import os
 import runpy
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import cast, get_args
 
@@ -23,7 +25,7 @@ from megatron_blackmamba.data_tools.options import TokenizeOptions
 from megatron_blackmamba.data_tools.origins import CLEANING, WORK
 from megatron_blackmamba.data_tools.progress import counted, listed
 from megatron_blackmamba.data_tools.readers import Format
-from megatron_blackmamba.data_tools.rejects import InputError, Tolerance, require_choice
+from megatron_blackmamba.data_tools.rejects import EMPTY, InputError, Tolerance, require_choice
 from megatron_blackmamba.data_tools.shard_writer import ShardJob
 from megatron_blackmamba.data_tools.sources import (
     PRESETS,
@@ -69,16 +71,21 @@ class Summary:
     def copies(self) -> list[tuple[str, str]]:
         """Return pairs of byte-identical raw files: their documents are tokenized twice."""
         first: dict[str, str] = {}
-        found = []
+        found: dict[tuple[str, str], None] = {}
         for source in (source for made in self.shards for source in made.manifest.sources if source.documents):
             other = first.setdefault(source.sha256, source.name)
             if other != source.name:
-                found.append((source.name, other))
-        return found
+                found[source.name, other] = None  # once, though both sides of a split have it
+        return [*found]
 
     @property
     def rejected(self) -> dict[str, int]:
-        return dict(sum((Counter(made.manifest.rejected) for made in self.shards), Counter()))
+        """Return the skipped records by reason; those that are no document count once, though both sides list them."""
+        sides: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for manifest in (made.manifest for made in self.shards):
+            sides[(manifest.options.get("hold_out") or {}).get("side", "")].update(manifest.rejected)
+        empty = sum(side.pop(EMPTY, 0) for side in sides.values())
+        return dict(reduce(or_, sides.values(), Counter({EMPTY: empty} if empty else {})))
 
 
 @dataclass(frozen=True)

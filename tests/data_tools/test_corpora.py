@@ -67,7 +67,7 @@ def test_figures_follow_from_tokens_and_rate():
     assert math["download_bytes"] == [65_039_196_945] * 2
     assert web["download_bytes"] == [pytest.approx(560e9), pytest.approx(980e9)]
     assert web["download_hours"][0] == pytest.approx(560 / 3600)
-    assert web["tokenize_hours"] == pytest.approx(350e9 / 15e6 / 10 / 3600)
+    assert web["tokenize_hours"] == pytest.approx(350e9 / 6e6 / 10 / 3600)
     assert found["all"]["tokens"] == 384e9 and found["downloaded_here"] is False
 
 

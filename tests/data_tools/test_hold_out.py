@@ -51,6 +51,15 @@ def test_every_document_is_on_one_side(corpus, tmp_path, run, tokenizer):
     assert not any(verdict.problems for verdict in verify([str(tmp_path / "out")], cores=1, quiet=True))
 
 
+def test_both_sides_report_a_bad_record_once(corpus, tmp_path, run):
+    with open(corpus / "a.jsonl", "a") as file:
+        file.write("no JSON\n")
+    (corpus / "c.jsonl").write_bytes((corpus / "a.jsonl").read_bytes())
+    whole, split = (run(corpus, out=str(i), max_bad="10", **more) for i, more in enumerate(({}, {"hold_out": "50%"})))
+    assert split.rejected == whole.rejected == {"blank": 2, "empty": 2, "invalid JSON": 2}
+    assert split.copies == whole.copies == [("c.jsonl", "a.jsonl")]
+
+
 def test_documents_of_both_sides_are_traced(corpus, tmp_path, run, tokenizer):
     run(corpus, hold_out="0.1", max_bad="10")
     records = {name: (corpus / name).read_text().splitlines() for name in ("a.jsonl", "b.jsonl")}
@@ -132,6 +141,12 @@ def test_share_does_not_move_documents_back():
     assert not (one & ~ten).any() and abs(one.mean() - 0.01) < 0.004 and abs(ten.mean() - 0.1) < 0.01
     assert normalized("Ｈello,  World! ") == "hello world" and normalized("...") == "..."
     assert hold_out_of("5%", None, "train", {"f"}).share == 0.05
+
+
+def test_ascii_is_normalized_as_other_text():
+    for character in map(chr, range(128)):
+        text = f"{character}A_b{character}{character}7 {character}"
+        assert normalized(text) == normalized(f"{text} é").removesuffix(" é")
 
 
 def test_masks_survive_a_manifest():
