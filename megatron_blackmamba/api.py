@@ -90,9 +90,12 @@ def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
         raise ValueError(f"start_sample={start_sample}: give 0 or more.")
     model = config.model
     plan = data.build(config.data, vocab_size=model.vocab_size, total_samples=config.samples, eod_reset=model.eod_reset)
-    batch = config.training.global_batch
     with data.BatchStream(
-        plan.train, start_sample=start_sample, global_batch=batch, micro_batch=batch, workers=config.data.workers
+        plan.train,
+        start_sample=start_sample,
+        global_batch=lambda served: config.batch_at(start_sample + served),
+        micro_batch=None,
+        workers=config.data.workers,
     ) as stream:
         yield from map(device.copied, stream)
 

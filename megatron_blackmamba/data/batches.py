@@ -50,7 +50,7 @@ class BatchStream:
         *,
         start_sample: int = 0,
         global_batch: int | Callable[[int], int],
-        micro_batch: int,
+        micro_batch: int | None,
         dp_rank: int = 0,
         dp_size: int = 1,
         part: tuple[int, int] = (0, 1),
@@ -63,6 +63,7 @@ class BatchStream:
 
         Args:
             global_batch: Samples of a global batch; or a function that gives it from the samples served before.
+            micro_batch: Samples of a micro-batch; None serves global batches, to one rank.
             part: Index and number of contiguous parts of each sequence; the stream serves one part.
             passed_over: First and last sample of each range never served, for example after rewinding past a spike.
             stop_sample: Sample at which the stream ends; None means never. The last global batch is padded with samples
@@ -82,7 +83,7 @@ class BatchStream:
         self._ahead: deque[tuple[Future | Batch, int | None]] = deque()
         self._served: list[tuple[Batch, int | None]] = []  # of the current global batch
         self._size_after = global_batch if callable(global_batch) else lambda served: global_batch
-        micro_batches_of(range(self._size_after(0)), micro_batch, dp_rank, dp_size)  # or refuse them
+        self._parts_of(range(self._size_after(0)))  # or refuse them
         self._planned = self._plan(start_sample)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -136,9 +137,12 @@ class BatchStream:
                 inside = self.stop_sample is None or sample < self.stop_sample
                 samples.append(sample if inside else -1)
                 sample += inside
-            *before, last = micro_batches_of(samples, self.micro_batch, self.dp_rank, self.dp_size)
+            *before, last = self._parts_of(samples)
             yield from ((micro_batch, None) for micro_batch in before)
             yield last, sample
+
+    def _parts_of(self, samples: Sequence[int]) -> list[Sequence[int]]:
+        return micro_batches_of(samples, self.micro_batch or len(samples), self.dp_rank, self.dp_size)
 
     def _next(self, sample: int) -> int:
         for first, last in self.passed_over:

@@ -1,10 +1,11 @@
 import os
 import resource
+from itertools import islice
 
 import pytest
 import torch
 
-from megatron_blackmamba import data
+from megatron_blackmamba import batches, data, load_config
 from megatron_blackmamba.data import BatchStream, DataError, open_files
 from tests.data.corpus import data_config, write_mixture, write_shard
 
@@ -54,6 +55,14 @@ def test_batches_that_grow_continue_the_data():
     assert global_batches(5, 2, global_batch=sizes(0), passed_over=[(5, 6)])[0] == whole
     rest, _ = global_batches(3, 1, global_batch=sizes(8), start_sample=10, passed_over=[(5, 6)])
     assert rest == whole[2:]
+
+
+def test_batches_of_a_config_follow_its_ramp():
+    ramp = "training.batch_ramp=[{batch: 2, until: 256}]"
+    config = load_config("tiny", ["training.global_batch=4", "training.micro_batch=2", "data.sequence_length=64", ramp])
+    samples = [batch["sample_ids"].tolist() for batch in islice(batches(config), 3)]
+    assert samples == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert next(batches(config, start_sample=2))["sample_ids"].tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("before, after", [(8, 3), (1, 4), (4, 1)])
