@@ -8,8 +8,6 @@ range(n) pass through the network again (cycle walking); with a nearly square gr
 import hashlib
 import math
 
-import numpy as np
-
 ROUNDS = 8  # coordinates moved; four is where such networks begin to look random, small n wants some more
 _MASK = 2**64 - 1
 
@@ -25,9 +23,6 @@ class Permutation:
         self._columns = -(-size // self._rows)
         digest = hashlib.blake2b(key, digest_size=8 * ROUNDS, person=b"permutation").digest()
         self._round_keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS)]
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, position: int) -> int:
         position = int(position)
@@ -48,17 +43,7 @@ class Permutation:
             position = self._once_back(position)
         return position
 
-    def of(self, positions: np.ndarray) -> np.ndarray:
-        """Return the images of many positions at once."""
-        positions = np.asarray(positions)
-        if positions.size and not 0 <= positions.min() <= positions.max() < self.size:
-            raise IndexError(f"positions {positions.min()} to {positions.max()} of a permutation of {self.size}")
-        place = self._once(positions.astype(np.uint64))
-        while (outside := place >= self.size).any():
-            place[outside] = self._once(place[outside])
-        return place.astype(np.int64)
-
-    def _once(self, x):
+    def _once(self, x: int) -> int:
         row, column = x // self._columns, x % self._columns
         for i in range(0, ROUNDS, 2):
             row = (row + _hash(column, self._round_keys[i], self._rows)) % self._rows
@@ -73,8 +58,8 @@ class Permutation:
         return row * self._columns + column
 
 
-def _hash(x, key: int, below: int):
-    """Mix 64 bits (splitmix64's finaliser), scale the upper half to range(below); for ints and uint64 arrays alike."""
+def _hash(x: int, key: int, below: int) -> int:
+    """Mix 64 bits (splitmix64's finaliser), scale the upper half to range(below)."""
     x = (x + key) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
