@@ -124,7 +124,7 @@ def test_a_damaged_table_of_documents_is_named(tmp_path, tokenizer, table):
         expose(tmp_path / "a.npy", tokenizer)
 
 
-def test_a_document_too_long_for_an_index_is_named(tmp_path, tokenizer):
+def test_document_too_long_for_an_index_is_named(tmp_path, tokenizer):
     with open(tmp_path / "a.ds", "wb") as file:
         file.truncate((2 << 32) + 20)  # sparse; as int32 its length would be 9
     np.array([1, (1 << 32) + 10], "<u8").tofile(tmp_path / "a.ds.index")

@@ -5,8 +5,6 @@ import fcntl
 import gzip
 import json
 import os
-import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -400,33 +398,6 @@ def test_a_killed_fetch_leaves_the_cache_to_another(s3, server, shards, tmp_path
     ]
 
 
-def test_a_process_that_is_waited_for_is_named(tmp_path, monkeypatch):
-    """A stopped process keeps its locks."""
-    said: queue.Queue[str] = queue.Queue()
-    monkeypatch.setattr(remote, "PATIENCE", 0.1)
-    monkeypatch.setattr(remote, "print", lambda line, **_: said.put(line), raising=False)
-    hold = "import sys, pathlib; from megatron_blackmamba.formats.remote import one_at_a_time\n"
-    hold += "with one_at_a_time(pathlib.Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", hold, str(tmp_path / "web")]
-
-    def wait():
-        with remote.one_at_a_time(tmp_path / "web"):
-            pass
-
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        holder.stdout.readline()
-        holder.send_signal(signal.SIGSTOP)
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        try:
-            assert f"waiting for process {holder.pid}, which fetches {tmp_path}/web" in said.get(timeout=60)
-        finally:
-            holder.send_signal(signal.SIGCONT)
-            holder.stdin.close()
-            waiting.join(60)
-    assert not waiting.is_alive()
-
-
 def test_missing_objects_are_named(s3, shards, tmp_path):
     s3.rm(["bucket/tokens/web/shard_00002.manifest.json"])
     (tmp_path / "mix.yaml").write_text("root: s3://bucket/tokens\nsources: [{name: web, shards: web}]\n")
@@ -501,11 +472,6 @@ def test_finished_shards_in_s3_are_not_called_verified(shards, tokenizer_file):
     assert "already complete, of the right sizes (`blackmamba data verify` reads them): 3" in said
 
 
-def test_scheme_without_library_says_what_to_install():
-    with pytest.raises(RemoteError, match=r"nosuch://x/y: .* Use s3://, gs:// or hf://"):
-        remote.file_system("nosuch://x/y")
-
-
 def test_local_shards_are_no_copies_of_a_url(run, write_jsonl, tmp_path):
     """Copies that are not whole are removed, so no shard of the user may be taken for one."""
     run(write_jsonl("a.jsonl", TEXTS))
@@ -514,9 +480,3 @@ def test_local_shards_are_no_copies_of_a_url(run, write_jsonl, tmp_path):
     with pytest.raises(RemoteError, match=r"not in object storage\. Use s3://, gs:// or hf://, or a local path"):
         find_shards(f"file://{tmp_path}/out")
     assert sorted((tmp_path / "out").iterdir()) == files
-
-
-@pytest.mark.parametrize("url", ["s3:///etc/x", "s3://bucket/../../x", "s3://.."])
-def test_local_copies_stay_in_the_cache(url):
-    with pytest.raises(RemoteError, match="names no object of a bucket"):
-        cached(url)
