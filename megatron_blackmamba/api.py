@@ -81,6 +81,8 @@ def load_weights(model: "LanguageModel", folder: str | Path) -> None:
 def batches(config: RunConfig, start_sample: int = 0) -> "Iterator[Batch]":
     """Yield the global batches of a run in their order, without end, on this process's device.
 
+    start_sample: Samples of the batches before, by which `training.batch_ramp` sets the size of the next one.
+
     A batch is a dict: `tokens`, `labels` and `loss_mask` `[B, S]`, `source_ids` and `sample_ids` `[B]`.
     """
     from megatron_blackmamba import data
