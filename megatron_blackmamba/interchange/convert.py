@@ -46,8 +46,8 @@ def to_hf(
     """Write a Hugging Face folder to `out`; weights are rounded to `dtype`, if given, and otherwise copied exactly.
 
     as_native: Write a model that transformers itself has, without code.
-    overwrite: Replace what an earlier conversion wrote to `out`.
-    check: How much the installed transformers then loads. A folder that fails stays, and is marked.
+    overwrite: Replace what an earlier conversion wrote to `out`, once the new folder has passed the check.
+    check: How much the installed transformers then loads. A new folder that fails stays, and is marked.
     processes: Number of processes that write weights, each to its own files.
     """
     form: Any = native if as_native else hf
@@ -72,6 +72,11 @@ def to_hf(
         form.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
         if check != "none":
             parity.same_weights(model, named(form.read(folder), out))
+        if check != "none" and overwrite and Path(out).exists():
+            try:
+                return witness.compared(model, folder, check, Path(out))
+            except witness.WitnessError as error:
+                raise witness.WitnessError(f"{out}: {error}. What was there stays") from None
     return None if check == "none" else witness.check(model, out, check)
 
 

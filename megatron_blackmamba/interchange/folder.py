@@ -23,11 +23,12 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     overwrite: Replace a model that an earlier conversion wrote; no other folder.
     """
     path = Path(os.path.realpath(path))  # a link stays one
+    take_over(path)
+    aside = _bring_back(path)
     overwrite &= _is_converted(path)
     if not overwrite:
         refuse_occupied(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    take_over(path)
     temporary = leftovers.beside(path)
     try:
         with interrupts.unfinished(temporary):
@@ -35,7 +36,7 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
             yield temporary
             for inside, _, _ in os.walk(temporary):
                 sync_folder(Path(inside))
-            with atomic.replaced(path, leftovers.beside(path)) if overwrite else contextlib.nullcontext():
+            with atomic.replaced(path, aside) if overwrite else contextlib.nullcontext():
                 _rename(temporary, path)
         sync_folder(path.parent)
     except BaseException as error:
@@ -45,6 +46,16 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
         elif atomic.hides_failed_write(error):
             raise OSError(errno.ENOSPC, atomic.NOT_WHOLE, str(path)) from error
         raise
+
+
+def _bring_back(path: Path) -> Path:
+    """Return where a folder is while it is replaced, after undoing what a killed call left there."""
+    aside = path.with_name(f".{path.name}.replaced.tmp")
+    if path.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+    elif aside.exists():
+        os.rename(aside, path)
+    return aside
 
 
 def refuse_occupied(path: Path) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -77,23 +77,36 @@ def require_memory(model: Canonical, check: Check) -> None:
 def check(model: Canonical, export: Path, how: Check = "full") -> Comparison:
     """Compare a model with its export, loaded by the installed transformers; mark an export that fails."""
     mark = export / MARK
+    try:
+        comparison = compared(model, export, how, export)
+    except WitnessError as error:
+        write_text(mark, f"{error}\n\n{getattr(error, 'traceback', '')}")
+        advice = f" {REFRESH} {export}" if hf.code_files(export) else ""
+        raise WitnessError(f"{export}: {error}. The folder stays, marked by {MARK}.{advice}") from None
+    mark.unlink(missing_ok=True)
+    return comparison
+
+
+def compared(model: Canonical, folder: Path, how: Check, out: Path) -> Comparison:
+    """Compare a model with a folder, loaded by the installed transformers under the name of `out`."""
     with leftovers.scratch("blackmamba-check") as temporary:
-        folder = export
+        loaded = temporary / "export" / os.path.basename(os.path.abspath(out))
+        loaded.parent.mkdir()
         if how == "short":
-            model, folder = first_layers(model), temporary / "first_layers"
-            (native if native.is_native(export) else hf).write(model, folder)
-            for file in (*hf.code_files(export), *export.glob("tokenizer*.json")):
-                shutil.copyfile(file, folder / file.name)
+            form: Any = native if native.is_native(folder) else hf
+            model = first_layers(model, form)
+            form.write(model, loaded)
+            for file in (*hf.code_files(folder), *folder.glob("tokenizer*.json")):
+                shutil.copyfile(file, loaded / file.name)
+        else:
+            loaded.symlink_to(folder.resolve())
         try:
-            comparison = _compared(model, ask(folder, model, temporary))
+            comparison = _compared(model, ask(loaded, model, temporary))
             if not comparison.agrees:
                 raise WitnessError(f"its weights are those of {model.source}, its outputs are not: {comparison}")
         except WitnessError as error:
-            told = str(error).replace(str(folder), str(export))
-            write_text(mark, f"{told}\n\n{getattr(error, 'traceback', '')}")
-            advice = f" {REFRESH} {export}" if hf.code_files(export) else ""
-            raise WitnessError(f"{export}: {told}. The folder stays, marked by {MARK}.{advice}") from None
-    mark.unlink(missing_ok=True)
+            error.args = (str(error).replace(str(loaded), str(out)),)
+            raise
     return comparison
 
 
@@ -126,7 +139,7 @@ def ask(folder: Path, model: Canonical, scratch: Path, own: bool = False) -> Ans
     save_file({"prompts": parity.probe_tokens(model), "text": torch.tensor(list(text), dtype=torch.uint8)}, question)
     module = "megatron_blackmamba.interchange.transformers_process"
     done = subprocess.run(
-        [sys.executable, "-m", module, str(folder.resolve()), str(question), str(destination), *(["own"] * own)],
+        [sys.executable, "-m", module, os.path.abspath(folder), str(question), str(destination), *(["own"] * own)],
         env=os.environ | ENVIRONMENT | {"HF_MODULES_CACHE": str(scratch / "modules")},
         capture_output=True,
         text=True,
@@ -153,11 +166,13 @@ def ask(folder: Path, model: Canonical, scratch: Path, own: bool = False) -> Ans
     return Answer(version, found["tokens"], Observation(found["logits"], routers), found.get("steps"), written)
 
 
-def first_layers(model: Canonical) -> Canonical:
-    """Return the shortest beginning of a model that has a layer of each of its kinds."""
+def first_layers(model: Canonical, form: Any = hf) -> Canonical:
+    """Return the shortest beginning of a model, in layers of the form, that has a layer of each of its kinds."""
     pattern = model.config.pattern
     length = max(pattern.index(letter) for letter in set(pattern)) + 1
-    if model.config.arrangement == "parallel":
+    if form is native:
+        length += -length % native.architecture_of(model.config, model.source).per_layer
+    elif model.config.arrangement == "parallel":
         length += length % 2
     config = model.config.model_copy(update={"pattern": pattern[:length]})
     return replace(model, config=config, entries={name: model.entries[name] for name in shapes(config)})

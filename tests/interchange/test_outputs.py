@@ -166,6 +166,24 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_replacement_killed_between_its_renames_is_undone(tmp_path, monkeypatch):
+    def written(text, **how):
+        with new_folder(tmp_path / "out", **how) as folder:
+            for name in ("manifest.json", "model.yaml"):
+                (folder / name).write_text(text)
+
+    written("old")
+    if not os.fork():
+        monkeypatch.setattr("megatron_blackmamba.interchange.folder._rename", lambda *_: os._exit(9))
+        written("lost", overwrite=True)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9 and not (tmp_path / "out").exists()
+    with pytest.raises(InterchangeError, match="already there"):
+        written("other")
+    assert (tmp_path / "out/model.yaml").read_text() == "old"
+    written("new", overwrite=True)
+    assert [*tmp_path.iterdir()] == [tmp_path / "out"] and (tmp_path / "out/model.yaml").read_text() == "new"
+
+
 def test_two_writers_of_one_folder_end_in_words(tmp_path):
     with (
         pytest.raises(InterchangeError, match="another command has written it meanwhile"),

@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from megatron_blackmamba.interchange import convert, hf, verification, witness
+from megatron_blackmamba.interchange import convert, hf, native, verification, witness
 from megatron_blackmamba.interchange.canonical import Canonical
 from megatron_blackmamba.quickstart import stages
+from tests.interchange.native_grid import write_model
 from tests.reference import tiny
 from tests.reference.canonical import canonical
 from tests.thorough import thorough
@@ -89,6 +90,35 @@ def test_the_quickstart_does_not_claim_an_unchecked_export(monkeypatch, tmp_path
 def test_the_short_check_has_every_kind_of_layer(layers, kept):
     short = witness.first_layers(canonical(tiny("silu", layers=layers)))
     assert short.config.pattern == kept and len(short.entries) < len(canonical(tiny("silu", layers=layers)).entries) + 1
+
+
+def test_the_short_check_keeps_layers_of_families_whole(tmp_path, monkeypatch):
+    model = native.read(write_model("granitemoehybrid", tmp_path / "granite"))
+
+    def ask(folder, *_):
+        raise witness.WitnessError(native.read(folder).config.pattern)
+
+    monkeypatch.setattr(witness, "ask", ask)
+    with pytest.raises(witness.WitnessError, match=r"granite: SE\*E\. The folder stays"):
+        witness.check(model, tmp_path / "granite", "short")
+    assert model.config.pattern == "SE*ESE"
+
+
+def test_a_replacement_that_fails_leaves_the_old_export(silu, tmp_path, monkeypatch):
+    def fails(*_):
+        raise witness.WitnessError("transformers 9 does not run this export")
+
+    out = tmp_path / "out.v1"
+    convert.to_hf(canonical(silu), out, check="none")
+    (out / "older").touch()
+    with monkeypatch.context() as changed:
+        changed.setattr(witness, "ask", fails)
+        with pytest.raises(witness.WitnessError, match=r"out\.v1: transformers 9 .* What was there stays"):
+            convert.to_hf(canonical(silu), out, overwrite=True)
+    assert [*tmp_path.iterdir()] == [out] and (out / "older").exists()
+    same = convert.to_hf(hf.read(out), out, overwrite=True, shard_bytes=20_000)  # which also is the source
+    assert same is not None and same.agrees and same.reader.startswith("transformers ")
+    assert [*tmp_path.iterdir()] == [out] and not (out / "older").exists() and (out / hf.INDEX).exists()
 
 
 def test_check_too_large_for_memory_is_refused(silu, tmp_path, monkeypatch):
