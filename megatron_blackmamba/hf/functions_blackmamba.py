@@ -6,6 +6,7 @@ groups, S angles of a state. In attention: H heads of C channels.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,12 @@ def normalized(x: Tensor, eps: float) -> Tensor:
     """Return x, in at least fp32, over the root mean square of its last axis."""
     x = widen(x)
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear layer in at least fp32, under autocast too."""
+    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        return F.linear(widen(x), widen(weight), None if bias is None else widen(bias))
 
 
 def capped(logits: Tensor, cap: float | None) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .functions_blackmamba import activated, attended, hashed, rotated, sinkhorn, widen
+from .functions_blackmamba import activated, attended, exact_linear, hashed, rotated, sinkhorn, widen
 from .recurrent_blackmamba import (
     DeltaMixer,
     Mamba2Mixer,
@@ -81,7 +81,7 @@ class Router(nn.Linear):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(widen(x), widen(self.weight), None if self.bias is None else widen(self.bias))
+        return exact_linear(x, self.weight, self.bias)
 
     def scored(self, logits_TE: Tensor) -> Tensor:
         return torch.sigmoid(logits_TE) if self.scores == "sigmoid" else torch.softmax(logits_TE, dim=-1)
@@ -134,12 +134,12 @@ class ZayaRouter(Router):
 
     def forward(self, x: Tensor, carried: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Return the logits, and what the next router reads."""
-        state = F.linear(widen(x), widen(self.down), widen(self.down_bias))
+        state = exact_linear(x, self.down, self.down_bias)
         if carried is not None:
             state = state + widen(self.carry) * carried
         hidden = F.rms_norm(state, self.norm.shape, widen(self.norm), self.eps)
         for weight, bias in ((self.first, self.first_bias), (self.second, self.second_bias)):
-            hidden = F.gelu(F.linear(hidden, widen(weight), widen(bias)))
+            hidden = F.gelu(exact_linear(hidden, weight, bias))
         return super().forward(hidden), state
 
 

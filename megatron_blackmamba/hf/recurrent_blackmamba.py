@@ -22,6 +22,7 @@ from .functions_blackmamba import (
     bounded,
     causal_conv1d,
     delta_rule,
+    exact_linear,
     mamba3,
     mamba3_rates,
     normalized,
@@ -121,7 +122,7 @@ class TimeStep(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size, dtype=torch.float32))
 
     def forward(self, dt_BLR: Tensor) -> tuple[Tensor, Tensor]:
-        return F.linear(dt_BLR.to(self.weight.dtype), self.weight), self.bias
+        return exact_linear(dt_BLR, self.weight), self.bias
 
 
 class Recurrent(nn.Module):

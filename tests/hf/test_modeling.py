@@ -243,6 +243,15 @@ def test_bf16_leaves_the_recurrence_in_fp32(export, silu):
         assert out.shape == (1, 9)
 
 
+@pytest.mark.parametrize("name", ["decoder.layers.0.mixer.dt_proj", "decoder.layers.1.mixer.router"])
+def test_autocast_rounds_neither_time_steps_nor_routing(model, name):
+    module = model.model.get_submodule(name)
+    x = torch.randn(7, module.weight.shape[1], generator=torch.Generator().manual_seed(3))
+    exact = module(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(module(x), exact, rtol=0, atol=0)
+
+
 def test_save_pretrained_gives_back_the_same_model(export, silu, tmp_path):
     model = load(export(silu), kernels="torch")
     model.save_pretrained(tmp_path / "again")
