@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError, model_validator
 
@@ -13,6 +13,10 @@ from megatron_blackmamba.inference import Sampling
 from megatron_blackmamba.inference.sampling import GenerationError
 from megatron_blackmamba.serving.job import Experts, Job, Token, Written
 from megatron_blackmamba.tokenizer import Tokenizer
+
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose check ends at its first wrong item: the errors of a long one take a gigabyte."""
 
 
 class Refused(Exception):
@@ -57,10 +61,10 @@ class CompletionRequest(_Strict):
     """OpenAI's options, and the sampling options and defaults of `blackmamba generate`."""
 
     model: StrictStr | None = None
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompt: StrictStr | List[StrictStr] | List[StrictInt] | List[List[StrictInt]]
     n: StrictInt = Field(default=1, ge=1, le=2**31)
     max_tokens: StrictInt = Field(default=128, ge=0)
-    stop: StrictStr | list[StrictStr] | None = None
+    stop: StrictStr | List[StrictStr] | None = None
     temperature: float = 0.8
     top_p: float = 0.95
     top_k: StrictInt = Field(default=0, ge=0, le=2**31)
@@ -213,11 +217,13 @@ def accept(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits, mod
     stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
     if not all(stop) or len(stop) > 16:
         raise Refused("stop is at most 16 strings, none of them empty", field="stop")
-    prompts = _encoded(request.prompt, tokenizer)
-    if not prompts:
+    given = _listed(request.prompt)
+    if not given:
         raise Refused("prompt is an empty list. Give at least one", field="prompt")
-    if len(prompts) * request.n > limits.rows:
-        raise Refused(f"{len(prompts)} prompts times n={request.n}: at most {limits.rows} texts", field="n")
+    if len(given) * request.n > limits.rows:
+        raise Refused(f"{len(given)} prompts times n={request.n}: at most {limits.rows} texts", field="n")
+    encoded = (tokenizer.encode(one) if isinstance(one, str) else one for one in given)
+    prompts = [ids or [tokenizer.eod_id] for ids in encoded]
     tokens = sum(map(len, prompts)) * (request.n if request.echo else 1)
     if tokens > limits.prompt_tokens:
         times = f", counted n={request.n} times for echo" if request.echo and request.n > 1 else ""
@@ -243,7 +249,6 @@ def accept(request: CompletionRequest, tokenizer: Tokenizer, limits: Limits, mod
     return Completion(job, model, seed, request.stream, usage)
 
 
-def _encoded(prompt: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-    prompts: list[Any] = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]
-    encoded = (tokenizer.encode(one) if isinstance(one, str) else one for one in prompts)
-    return [ids or [tokenizer.eod_id] for ids in encoded]
+def _listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """Return the prompts of a request, each a text or token ids."""
+    return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else [*prompt]

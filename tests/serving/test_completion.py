@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megatron_blackmamba.inference import Sampling
-from megatron_blackmamba.serving.completion import Completion
+from megatron_blackmamba.serving.completion import Completion, CompletionRequest
 from megatron_blackmamba.serving.job import Job, Written, rows_of, told_tokens
 from megatron_blackmamba.tokenizer import load_tokenizer
 from tests.tokenizer.test_tokenizer import metaspace, saved, trained
@@ -18,6 +19,14 @@ def pieces_of(tokenizer, tokens, prompt, **options):
     for token in tokens:
         row.advance(token, torch.zeros(tokenizer.vocab_size), tokenizer)
     return pieces
+
+
+@pytest.mark.parametrize("items", [[1, *["a"] * 999], [[1], *[[2.5]] * 999], [[1], [*[None] * 999]]])
+@pytest.mark.parametrize("option", ["prompt", "stop"])
+def test_a_list_is_checked_up_to_its_first_error(option, items):
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({"prompt": "a", option: items})
+    assert refused.value.error_count() < 9
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
