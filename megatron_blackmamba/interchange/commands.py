@@ -135,8 +135,8 @@ def export_hf(
     how["overwrite"] = overwrite
     how["check"] = "none" if no_verify else check.value
     if every is not None:
-        if push_to is not None or dry_run:
-            raise typer.BadParameter("--push-to and --dry-run are for one export. Leave out --every")
+        if push_to is not None or dry_run or overwrite:
+            raise typer.BadParameter("--push-to, --dry-run and --overwrite are for one export. Leave out --every")
 
         def export(step: Path, target: Path, renew: Callable[[], None]) -> None:
             model = replace(_held(_opened(step, tokenizer, ema), native), license=license)
@@ -261,7 +261,7 @@ def import_hf(
     """
     from megatron_blackmamba.interchange import convert
     from megatron_blackmamba.interchange.hub import local_folder
-    from megatron_blackmamba.interchange.open import config_of_export, open_export
+    from megatron_blackmamba.interchange.open import chat_template, config_of_export, open_export
 
     if config_only:
         if experts is not None:
@@ -269,6 +269,8 @@ def import_hf(
         from megatron_blackmamba.config import model_to_yaml
         from megatron_blackmamba.formats import atomic
 
+        if out.exists() and not overwrite:
+            raise typer.BadParameter(f"{out}: already there. Name another file, or add --overwrite")
         atomic.write_text(out, model_to_yaml(config_of_export(source)))
         print(f"{out}: pass it behind a run's file, as in blackmamba plan RUN {out}")
         return
@@ -279,9 +281,9 @@ def import_hf(
 
         model = upcycled(model, experts, top_k)
     how = {"verify": verify, "original": source, "overwrite": overwrite}
+    if template := chat_template(source):
+        _say(f"note: {out} leaves out the chat template in {template}: copy it into exports of this model")
     _run(convert.to_checkpoint, model, out, dtype, as_json, how)
-    if (source / "chat_template.jinja").is_file():
-        _say(f"note: {out} leaves out {source}/chat_template.jinja: copy it into exports of this model")
 
 
 @import_app.command("zyphra")

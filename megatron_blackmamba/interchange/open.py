@@ -47,6 +47,13 @@ def config_of_export(path: Path) -> ModelConfig:
     )
 
 
+def chat_template(path: Path) -> Path | None:
+    """Return the file of a Hugging Face model that has its chat template, if any."""
+    config = path / "tokenizer_config.json"
+    found = config if config.is_file() and read_json(config).get("chat_template") else path / "chat_template.jinja"
+    return found if found.is_file() else None
+
+
 def weights_of(path: Path) -> tuple[ModelConfig, dict[str, Entry]]:
     """Return a model's config, and its weights under the names of `LanguageModel.state_dict`, not yet loaded.
 

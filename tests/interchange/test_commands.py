@@ -93,9 +93,27 @@ def verified_notes(blackmamba):
     return blackmamba("verify", "exported", "--against", "ours", "--check", "none").stderr
 
 
-@pytest.mark.parametrize("option", [["--dry-run"], ["--push-to", "me/tiny"]])
-def test_following_a_run_refuses_uploads(blackmamba, option):
+@pytest.mark.parametrize("option", [["--dry-run"], ["--push-to", "me/tiny"], ["--overwrite"]])
+def test_following_a_run_refuses_options_of_one_export(blackmamba, option):
     assert "Leave out --every" in blackmamba("export", "hf", "run", "out", "--every", "5", *option).stderr
+
+
+def test_the_file_of_a_chat_template_is_noted(blackmamba, silu, tokenizer_file, tmp_path):
+    hf.write(canonical(silu, tokenizer=tokenizer_file), tmp_path / "exported")
+    file = tmp_path / "exported/tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": "{{ messages }}"}))
+    told = blackmamba("import", "hf", "exported", "out", "--no-verify").stderr
+    assert "out leaves out the chat template in exported/tokenizer_config.json" in told
+
+
+def test_a_config_alone_overwrites_no_file(blackmamba, silu, tmp_path):
+    hf.write(canonical(silu), tmp_path / "exported")
+    (tmp_path / "mine.yaml").write_text("precious")
+    words = ("import", "hf", "exported", "mine.yaml", "--config-only")
+    assert "mine.yaml: already there" in blackmamba(*words).stderr
+    assert (tmp_path / "mine.yaml").read_text() == "precious"
+    blackmamba(*words, "--overwrite")
+    assert "pattern: MEME" in (tmp_path / "mine.yaml").read_text()
 
 
 def test_dry_run_needs_a_name_to_upload_to(blackmamba):
