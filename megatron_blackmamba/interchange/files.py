@@ -33,7 +33,7 @@ def read(folder: Path, names: Sequence[str]) -> dict[str, Entry]:
         if index.is_file():
             return as_fp32(_read_shards(index), torch.float64)
         if whole.is_file():
-            return as_fp32(_reader(name)(whole), torch.float64)
+            return as_fp32(_read_one(whole), torch.float64)
     raise InterchangeError(f"{folder / names[0]}: no such file{', nor ' + ', '.join(names[1:]) if names[1:] else ''}")
 
 
@@ -43,7 +43,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file:
             raise InterchangeError(f"{index}: weight_map names {file!r}; shards must be in the same folder")
-        held = _reader(file)(index.parent / file)
+        held = _read_one(index.parent / file)
         for name in (name for name, place in weight_map.items() if place == file):
             if name not in held:
                 raise InterchangeError(f"{index.parent / file}: has no {name}, which {index.name} says is there")
@@ -59,8 +59,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def _reader(name: str) -> Callable[[Path], dict[str, Entry]]:
-    suffix = Path(name).suffix
-    if suffix not in _READERS:
-        raise InterchangeError(f"{name}: weights must be in .safetensors or .bin files")
-    return _READERS[suffix]
+def _read_one(path: Path) -> dict[str, Entry]:
+    if path.suffix not in _READERS:
+        raise InterchangeError(f"{path.name}: weights must be in .safetensors or .bin files")
+    if path.is_file():
+        with open(path, "rb") as file:
+            if b"\noid sha256:" in file.read(200):
+                raise InterchangeError(f"{path}: a pointer of Git LFS, not the weights. Fetch them with git lfs pull")
+    return _READERS[path.suffix](path)

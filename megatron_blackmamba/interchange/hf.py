@@ -22,7 +22,7 @@ from megatron_blackmamba.interchange.canonical import (
     same_tensor,
     tokenizer_of,
 )
-from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
+from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json, trained_length
 from megatron_blackmamba.interchange.model_card import model_card
 from megatron_blackmamba.layers import kinds_in, routes, unread_keys
 from megatron_blackmamba.registry import Kind, KindError
@@ -176,7 +176,7 @@ def read(folder: Path) -> Canonical:
         _canonical_names(files.read(folder, (files.SAFETENSORS,)), folder, config.tie_embeddings),
         str(folder),
         tokenizer if tokenizer.is_file() else None,
-        content.get("max_sequence_length", 2048),
+        trained_length(content, folder / "config.json"),
     )
 
 

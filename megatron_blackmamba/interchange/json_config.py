@@ -100,9 +100,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def whole_number(value: Any, name: str, path: Path) -> int:
     """Return a value that is computed with; refuse what is no whole number above 0."""
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InterchangeError(f"{path}: {name} is {value!r}, not a whole number above 0")
     return value
+
+
+def trained_length(content: Mapping[str, Any], path: Path) -> int:
+    """Return the length that a model was trained with, as the released format and our exports name it."""
+    return whole_number(content.get("max_sequence_length", 2048), "max_sequence_length", path)
 
 
 def layer_count(value: Any, name: str, path: Path) -> int:

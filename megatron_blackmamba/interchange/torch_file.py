@@ -58,6 +58,8 @@ def read(path: Path) -> dict[str, Entry]:
     for name, tensor in model.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise InterchangeError(f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor")
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise InterchangeError(f"{path}: {name} is sparse or has no values: save it as an ordinary tensor")
     return {
         name: Entry(tuple(tensor.shape), tensor.dtype, lambda name=name: file.tensor(name))  # type: ignore[misc]
         for name, tensor in model.items()
@@ -94,7 +96,9 @@ class _File:
             mapped = zipfile.is_zipfile(self.path)  # files of torch before 1.6 are not, and cannot be mapped
             content = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
         except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0].strip()
+            reason = str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]
+            if not mapped and not _begins_as_pickle(self.path):
+                raise InterchangeError(f"{self.path}: not a torch file") from None
             raise InterchangeError(
                 f"{self.path}: refused: it holds more than tensors, and reading it could run code ({reason})"
             ) from None
@@ -120,6 +124,11 @@ class _File:
             tensor = self.model[name].clone()
             self.used += tensor.nbytes
         return tensor
+
+
+def _begins_as_pickle(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == b"\x80"
 
 
 def _storages(archive: BinaryIO) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from megatron_blackmamba.config import ModelConfig
 from megatron_blackmamba.formats.atomic import write_json
 from megatron_blackmamba.interchange import files, torch_file
 from megatron_blackmamba.interchange.canonical import Canonical, InterchangeError, require_convertible
-from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json
+from megatron_blackmamba.interchange.json_config import layer_list, model_config, need, read_json, trained_length
 from megatron_blackmamba.layers import kinds_in, routes
 from megatron_blackmamba.routers import Use, kind_of
 
@@ -65,7 +65,7 @@ def read(folder: Path, activation: str | None = None, tokenizer: Path | None = N
     if tokenizer is None and (folder / "tokenizer.json").is_file():
         tokenizer = folder / "tokenizer.json"
     entries = files.read(folder, (WEIGHTS, files.SAFETENSORS))
-    return Canonical(config, entries, str(folder), tokenizer, content.get("max_sequence_length", 2048))
+    return Canonical(config, entries, str(folder), tokenizer, trained_length(content, path))
 
 
 def write(model: Canonical, folder: Path) -> None:

@@ -69,6 +69,7 @@ def test_values_of_other_types_are_refused_in_words(model_type, tmp_path):
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not a number of layers from 1 to 10,000"),
         ({"num_hidden_layers": 10**4, "num_local_experts": 60_000}, "describes 600,000,000 experts"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta is inf; only whole numbers convert"),
     ],
 )
 def test_numbers_beyond_any_model_are_refused(changes, told, tmp_path):

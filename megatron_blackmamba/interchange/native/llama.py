@@ -54,7 +54,7 @@ class Rotary(Uniform):
                 raise InterchangeError(
                     f"{path}: rope_parameters or rope_scaling is {value}; only plain rotary positions convert"
                 )
-        if not isinstance(theta, (int, float)) or theta != int(theta):
+        if not isinstance(theta, (int, float)) or not (isinstance(theta, int) or theta.is_integer()):
             raise InterchangeError(f"{path}: rope_theta is {theta!r}; only whole numbers convert")
         return {"attention.rotary_base": int(theta)}
 
