@@ -120,7 +120,7 @@ def _from_file(path: Path | None) -> Iterator[str]:
 
     if path is None:
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):  # splitlines knows more ends
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):  # splitlines knows more ends
         if not line.strip():
             continue
         if path.suffix != ".jsonl":

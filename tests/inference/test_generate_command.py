@@ -47,7 +47,7 @@ def test_prompts_come_from_a_file(folder, tmp_path):
 
 def test_only_line_ends_part_prompts(folder, tmp_path):
     for name, text in (("prompts.txt", "a\x0cb\u2028c\r\nso\n"), ("prompts.jsonl", '{"prompt": "a\u2028c"}\n')):
-        (tmp_path / name).write_text(text, newline="")
+        (tmp_path / name).write_text(text, encoding="utf-8-sig", newline="")  # some editors mark UTF-8 in front
     prompts = [
         [answer["prompt"] for answer in json.loads(run(folder, "--prompts", tmp_path / name, "--json").output)]
         for name in ("prompts.txt", "prompts.jsonl")
