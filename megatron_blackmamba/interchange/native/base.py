@@ -136,7 +136,7 @@ class Architecture(ABC):
         """Return the keys of a GGUF file that describe a model: what GGUFWriter adds, by the ends of its methods."""
 
     def tensors_for_llama_cpp(self, model: Canonical) -> dict[str, Entry]:
-        """Return their tensors under names for which llama_cpp.py has llama.cpp's."""
+        """Return their tensors under names for which the package gguf has llama.cpp's."""
         return self.in_file(model)
 
     def refused_by_llama_cpp(self, model: ModelConfig) -> list[str]:

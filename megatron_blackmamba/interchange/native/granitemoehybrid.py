@@ -150,9 +150,9 @@ class GraniteMoeHybrid(Rotary):
 
     def tensors_for_llama_cpp(self, model: Canonical) -> dict[str, Entry]:
         """Return the tensors under the names of other families, gate and up apart."""
-        shared = "mixer.shared_experts" if Experts.letter in model.config.pattern else "mlp"
-        names = {"mamba.": "mixer.", "shared_mlp": shared, "output_linear": "down_proj"}
-        names |= {"block_sparse_moe.router.layer": "mixer.gate", "block_sparse_moe": "mixer.experts"}
+        shared = "mlp.shared_experts" if Experts.letter in model.config.pattern else "mlp"
+        names = {"shared_mlp": shared, "output_linear": "down_proj"}
+        names |= {"block_sparse_moe.router.layer": "mlp.gate", "block_sparse_moe": "mlp.experts"}
         found: dict[str, Entry] = {}
         fused: dict[str, Entry] = {}
 

@@ -23,50 +23,13 @@ if TYPE_CHECKING:
 
 Precision = Literal["f32", "f16", "bf16", "q8_0"]
 """Types of the large matrices."""
-ENDS = {"embeddings": "token_embd", "embed_tokens": "token_embd", "norm": "output_norm", "norm_f": "output_norm"}
-ENDS |= {"lm_head": "output"}
-IN_LAYER = {
-    "norm": "attn_norm",
-    "mixer.in_proj": "ssm_in",
-    "mixer.conv1d": "ssm_conv1d",
-    "mixer.x_proj": "ssm_x",
-    "mixer.dt_proj": "ssm_dt",
-    "mixer.dt_bias": "ssm_dt.bias",
-    "mixer.A_log": "ssm_a",
-    "mixer.D": "ssm_d",
-    "mixer.norm": "ssm_norm",
-    "mixer.out_proj": "ssm_out",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-    "mixer.gate": "ffn_gate_inp",
-    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mixer.experts.gate_proj": "ffn_gate_exps",
-    "mixer.experts.up_proj": "ffn_up_exps",
-    "mixer.experts.down_proj": "ffn_down_exps",
-    "mixer.fc1_latent_proj": "ffn_latent_down",
-    "mixer.fc2_latent_proj": "ffn_latent_up",
-    "mixer.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mixer.shared_experts.up_proj": "ffn_up_shexp",
-    "mixer.shared_experts.down_proj": "ffn_down_shexp",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "block_sparse_moe.experts.w1": "ffn_gate_exps",
-    "block_sparse_moe.experts.w2": "ffn_down_exps",
-    "block_sparse_moe.experts.w3": "ffn_up_exps",
+SPELLED = {
+    r"\.experts\.\d+\.": ".experts.",
+    r"^backbone\.(.*)mixer\.experts": r"model.\1mlp.experts",
+    r"dt_bias$": "dt_proj.bias",
+    r"correction_bias$": "correction.bias",
 }
-"""llama.cpp's names of parts of a layer, by transformers' ones."""
+"""Parts of transformers' names, and how the names are spelled that the package gguf knows."""
 Q8_0_BLOCK = 32
 KEPT_IN_FP32 = re.compile(r"(_norm|ssm_conv1d|ffn_gate_inp)\.weight$|\.bias$|\.ssm_[ad]$")
 """Tensors that llama.cpp's own converter never rounds."""
@@ -129,21 +92,21 @@ def write(model: Canonical, path: Path, precision: Precision, name: str) -> None
 
 def tensors(model: Canonical, architecture: Architecture) -> dict[str, Entry]:
     """Return the tensors of the file; all experts of a layer are one tensor."""
-    parts: dict[str, list[Entry]] = {}
+    gguf, parts = library(), dict[str, list[Entry]]()
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture.name_in_llama_cpp(model.config)], model.config.layers)
     for name, entry in architecture.tensors_for_llama_cpp(model).items():
-        theirs = named(name, architecture)
+        theirs = named(name, names)
         parts.setdefault(theirs, []).append(_changed(theirs, entry, model.config, architecture.turns_neighbours))
     return {name: stacked(entries) if len(entries) > 1 else entries[0] for name, entries in parts.items()}
 
 
-def named(name: str, architecture: Architecture) -> str:
-    """Return llama.cpp's name for a name of transformers."""
-    layer = re.fullmatch(re.escape(architecture.layers).replace(r"\{i\}", r"(\d+)") + "(.+)", name)
-    if layer is None:
-        return f"{ENDS[name.split('.')[-2]]}.weight"
-    own = re.sub(r"experts\.\d+", "experts", layer[2])
-    part, _, suffix = own.rpartition(".")
-    return f"blk.{layer[1]}.{IN_LAYER[own] if own in IN_LAYER else f'{IN_LAYER[part]}.{suffix}'}"
+def named(name: str, names: Any) -> str:
+    """Return llama.cpp's name for a name of transformers, out of gguf's names of a family."""
+    for part, spelled in SPELLED.items():
+        name = re.sub(part, spelled, name)
+    found: str = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    return found
 
 
 def _changed(name: str, entry: Entry, model: ModelConfig, neighbours: bool) -> Entry:
