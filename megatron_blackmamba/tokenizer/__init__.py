@@ -314,6 +314,8 @@ def _find_file(name: str | os.PathLike[str], revision: str | None) -> Path:
 
 
 def _parse(content: bytes, path: Path) -> dict[str, Any]:
+    if b"\noid sha256:" in content[:200]:
+        raise TokenizerError(f"{path}: a pointer of Git LFS, not the tokenizer. Fetch it with git lfs pull")
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:

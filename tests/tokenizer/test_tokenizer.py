@@ -240,14 +240,16 @@ def test_what_is_not_a_tokenizer_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "pointer.json").write_text("version 1\noid sha256:4d7a214614ab\nsize 12345\n")
     (tmp_path / "train").mkdir()
     (tmp_path / "train/nested.json").touch()
     for name, message in (
         (tmp_path / "nested.json", "did you mean .*train/nested.json"),
         (tmp_path / "vocab.json", "no `model`"),
         (tmp_path / "broken.json", "not a tokenizer.json"),
+        (tmp_path / "pointer.json", "a pointer of Git LFS, not the tokenizer"),
         (tmp_path / "absent.json", "no such tokenizer file"),
-        (tmp_path, r"the folder holds broken\.json, train, vocab\.json"),
+        (tmp_path, r"the folder holds broken\.json, pointer\.json, train, vocab\.json"),
     ):
         with pytest.raises(TokenizerError, match=message):
             load_tokenizer(name)
