@@ -357,6 +357,7 @@ class Trainer:
             self.event(events.Done(saved=saved))
         self.keeper.mark(done=outcome is Outcome.DONE and complete, requeue=outcome is Outcome.STOPPED_ON_REQUEST)
         self.keeper.finish(lambda: self.stop.asked)
+        self.journal.end_trace(step)
         self.journal.close()
         self.keeper.unlock()
         return outcome

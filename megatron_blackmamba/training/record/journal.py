@@ -46,13 +46,14 @@ class Journal:
                 self._add(lambda: Wandb(config, folder))
 
     def step_begins(self, step: int) -> None:
+        self._traced = self._tracing.before(step)
         self._begun = time.perf_counter()
-        self._tracing.before(step)
 
     def step_ends(self, step: int) -> float:
         """Return the seconds of the step, which is over but for validation and saving."""
-        self._traced = self._tracing.after(step)
-        return time.perf_counter() - self._begun
+        seconds = time.perf_counter() - self._begun
+        self._traced = self._tracing.after(step) or self._traced
+        return seconds
 
     def step(self, record: StepRecord) -> None:
         """Record a step."""
@@ -61,6 +62,11 @@ class Journal:
         if self._traced:
             self.event(self._traced, record.step)
             self._traced = None
+
+    def end_trace(self, step: int) -> None:
+        """Write the trace that the end of the job cuts short."""
+        if traced := self._tracing.end(step):
+            self.event(traced, step)
 
     def event(self, event: Event, step: int) -> None:
         """Record what happened; `step` is the one last taken, for events that name none."""
