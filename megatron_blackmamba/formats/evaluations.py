@@ -146,10 +146,16 @@ def claim(run: Path, step: int) -> Iterator[Callable[[], None]]:
     descriptor, name = tempfile.mkstemp(prefix=_claims(step), dir=folder)  # one for each reader
     os.close(descriptor)
     marker = Path(name)
+
+    def renew() -> None:
+        with contextlib.suppress(OSError):  # the run's folder was moved, or its disk does not answer
+            marker.touch()
+
     try:
-        yield marker.touch
+        yield renew
     finally:
-        marker.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it expires
+            marker.unlink()
 
 
 def is_claimed(run: Path, step: int) -> bool:

@@ -1,5 +1,6 @@
 """The schedule of the exports that a run writes itself."""
 
+import errno
 import os
 import time
 
@@ -10,6 +11,7 @@ from megatron_blackmamba.config import ConfigError, load
 from megatron_blackmamba.formats.events import Exported, NotExported
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.interchange import hf
+from megatron_blackmamba.training.keep import background
 from megatron_blackmamba.training.keep.background import Background
 from megatron_blackmamba.training.keep.export_checks import ExportChecks
 from megatron_blackmamba.training.keep.exporting import Exporter
@@ -86,6 +88,18 @@ def test_a_command_may_say_much():
     wait_until(lambda: not chatty.busy)
     (problem,) = chatty.problems
     assert "File name too long" in problem
+
+
+def test_commands_that_cannot_start_are_reported(monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(background.subprocess, "Popen", refuse)
+    chatty = Chatty()
+    chatty.add(1)
+    chatty.add(2)
+    assert not chatty.busy and not chatty.waiting
+    assert ["could not be started" in problem for problem in chatty.problems] == [True, True]
 
 
 def test_a_slow_check_is_no_hang(forks, tmp_path):

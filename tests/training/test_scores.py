@@ -14,6 +14,7 @@ from megatron_blackmamba.formats.events import NotScored
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.settings import EvaluationConfig
 from megatron_blackmamba.tokenizer import load_tokenizer
+from megatron_blackmamba.training.keep import scores as module
 from megatron_blackmamba.training.keep.scores import Scores
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.canonical import write_tokenizer
@@ -83,6 +84,21 @@ def test_waiting_checkpoints_are_protected_and_scored_at_multiples(tmp_path):
     assert [step for step in range(30) if is_claimed(tmp_path, step)] == [12, 20] == scores.waiting
     scores.stop()
     assert not scores.busy and not any(is_claimed(tmp_path, step) for step in (12, 20))
+
+
+def test_a_moved_folder_costs_scores_alone(tmp_path, monkeypatch):
+    """Claims that can neither be renewed nor made do not reach the run."""
+    said, run = [], tmp_path / "run"
+    scores = Sleeping(EvaluationConfig(every=10, data=str(tmp_path)), RunFolder(run), said.append)
+    monkeypatch.setattr(module, "RENEW_SECONDS", -1.0)
+    scores.saved(10)
+    run.rename(tmp_path / "moved")
+    scores.poll()
+    run.touch()  # no folder can be made there
+    scores.saved(20)
+    scores.stop()
+    (event,) = said
+    assert isinstance(event, NotScored) and event.step == 20 and "cannot be claimed" in event.problem
 
 
 def test_scoring_ends_with_a_killed_run(forks, corpus, tmp_path):

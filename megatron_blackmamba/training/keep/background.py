@@ -47,16 +47,22 @@ class Background:
         """Handle the end of a command, and begin the next; waits for nothing."""
         if self._process is not None and self._process.poll() is not None:
             self._finish()
-        if self._process is None and self.waiting:
-            self._said = tempfile.TemporaryFile()  # noqa: SIM115
-            launcher = [sys.executable, "-m", "megatron_blackmamba.runtime.parent", str(os.getpid())]
-            self._process = subprocess.Popen(
-                [*launcher, sys.executable, "-m", "megatron_blackmamba", *self.command(self.waiting[0])],
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                **APART,
-            )
+        while self._process is None and self.waiting:
+            try:
+                self._begin(self.waiting[0])
+            except OSError as error:  # no more processes or memory, or no room for what it says
+                self.ended(self.waiting.pop(0), f"its process could not be started: {error}")
+
+    def _begin(self, step: int) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        launcher = [sys.executable, "-m", "megatron_blackmamba.runtime.parent", str(os.getpid())]
+        self._process = subprocess.Popen(
+            [*launcher, sys.executable, "-m", "megatron_blackmamba", *self.command(step)],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=self._said,
+            **APART,
+        )
 
     def stop(self) -> None:
         """End the command that runs, and drop the others."""

@@ -37,8 +37,12 @@ class Scores(Background):
         self._newest = step
         if due and not (last and self._folder.evaluation(step).exists()):
             stack = ExitStack()
-            self._claims[step] = stack, stack.enter_context(claim(self._folder.root, step))
-            self.add(step)
+            try:
+                self._claims[step] = stack, stack.enter_context(claim(self._folder.root, step))
+            except OSError as error:  # a full disk
+                self._report(NotScored(step=step, problem=f"it cannot be claimed: {error}"))
+            else:
+                self.add(step)
 
     def poll(self) -> None:
         """Handle the end of a command, begin the next, and renew the claims."""
