@@ -15,7 +15,7 @@ ahead of the run. It stays until someone deletes it, or until the next damaged c
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,16 @@ class Checkpoints:
     def _last_saved(self, steps: list[int]) -> int | None:
         """Return the step that `latest` names, or without any checkpoint the last one that the events tell of."""
         try:
-            return manifest.step_in_name(Path(self.folder.latest.read_text(encoding="utf-8").strip()))
+            named = manifest.step_in_name(Path(self.folder.latest.read_text(encoding="utf-8").strip()))
         except (FileNotFoundError, UnicodeDecodeError):
-            events = [] if steps else [occurrence.event for occurrence in read_events(self.folder.events)]
-            saved = of_kind(events, Saved)
-            return saved[-1].step if saved else None
+            named = None
+        if named is not None or steps:
+            return named
+        saved = of_kind([occurrence.event for occurrence in read_events(self.folder.events)], Saved)
+        return saved[-1].step if saved else None
+
+    def _move_latest(self, step: int) -> None:
+        atomic.write_text(self.folder.latest, self.folder.checkpoint(step).name + "\n")
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints on disk (by name), equal on every rank."""
@@ -137,6 +142,9 @@ class Checkpoints:
     def load(self, step: int) -> None:
         """Load weights and optimizer state of a checkpoint that `newest` has verified."""
         self._load(f"step {step}", self.folder.checkpoint(step), sharded.load)
+        if self.world.is_main:
+            with suppress(OSError):  # a full disk; the next save moves it
+                self._move_latest(step)  # a save that was killed has not
 
     def load_from(self, checkpoint: Path) -> None:
         """Verify a checkpoint of another run, and load its weights and optimizer state."""
@@ -242,7 +250,7 @@ class Checkpoints:
         with atomic.replaced(final, partial.with_name(partial.name + REPLACED)):
             os.rename(partial, final)
             atomic.sync_folder(self.folder.checkpoints)
-        atomic.write_text(self.folder.latest, final.name + "\n")
+        self._move_latest(step)
 
     def _entries(self, partial: Path, parts: list[Part]) -> dict[str, dict[str, Any]]:
         """Return the manifest's entries: the shards as their ranks read them back, and rank 0's own files."""
@@ -260,16 +268,22 @@ class Checkpoints:
     def _thin_out(self, newest: int) -> None:
         """Remove the checkpoints before `newest` that the config does not keep."""
         settings = self.config.checkpoint
-        try:
+        with self._reporting():  # the new one is published all the same
             behind = sorted(found for found in self._folders() if found[0] <= newest)
             needed = branches.needed_steps(self.folder)
             for step, path in behind[: -settings.keep_last]:
-                kept = settings.is_kept(step) or step in needed
-                if not kept and not is_claimed(self.folder.root, step):
-                    gone = path.with_name(f".{path.name}.removed")  # hidden, so the next save removes it too
-                    os.rename(path, gone)  # whole or hidden, whatever happens meanwhile
-                    shutil.rmtree(gone)
-        except OSError as error:  # the new one is published all the same
+                with self._reporting():  # others need not stay for one that must
+                    kept = settings.is_kept(step) or step in needed
+                    if not kept and not is_claimed(self.folder.root, step):
+                        gone = path.with_name(f".{path.name}.removed")  # hidden, so the next save removes it too
+                        os.rename(path, gone)  # whole or hidden, whatever happens meanwhile
+                        shutil.rmtree(gone)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
             self.report(NotRemoved(problem=str(error)))
 
     def _set_aside(self, damaged: list[tuple[int, str]], step: int) -> None:
@@ -279,7 +293,7 @@ class Checkpoints:
         """
 
         def rename() -> None:
-            atomic.write_text(self.folder.latest, self.folder.checkpoint(step).name + "\n")
+            self._move_latest(step)
             for number, _ in damaged:
                 folder = self.folder.checkpoint(number)
                 aside = folder.with_name(f"{folder.name}.damaged")

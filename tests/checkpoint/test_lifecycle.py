@@ -67,6 +67,30 @@ def test_old_checkpoints_are_removed_but_milestones_stay(checkpoints):
     assert made.folder.latest.read_text() == "step_00000007\n" and made.newest() == 7
 
 
+def test_checkpoint_that_cannot_be_removed_keeps_no_others(checkpoints, monkeypatch):
+    made, rename = checkpoints("checkpoint.keep_last=1", "checkpoint.keep_every=0"), os.rename
+
+    def refuse_first(old, new):
+        if Path(old).name == "step_00000001":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(old))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", refuse_first)
+    for step in range(1, 5):
+        save(made, step)
+    assert made.steps() == [1, 4]
+    assert len(made.said) == 3 and all("busy" in line for line in made.said)
+
+
+def test_load_moves_latest_that_a_killed_save_left(checkpoints):
+    made = checkpoints()
+    for step in (1, 2):
+        save(made, step)
+    made.folder.latest.write_text("step_00000001\n")
+    made.load(made.newest())
+    assert made.folder.latest.read_text() == "step_00000002\n"
+
+
 def test_a_checkpoint_that_is_being_scored_is_kept(checkpoints):
     made = checkpoints("checkpoint.keep_last=1", "checkpoint.keep_every=0")
     save(made, 1)
@@ -331,8 +355,8 @@ def test_no_whole_checkpoint_stops_the_run(checkpoints):
         made.newest()
 
 
-@pytest.mark.parametrize("latest_too", [False, True])
-def test_run_whose_checkpoints_are_gone_never_starts_over(checkpoints, latest_too):
+@pytest.mark.parametrize("latest", ["step_00000002", "", "\0" * 14, None])
+def test_run_whose_checkpoints_are_gone_never_starts_over(checkpoints, latest):
     made = checkpoints()
     for step in (1, 2):
         save(made, step)
@@ -340,8 +364,7 @@ def test_run_whose_checkpoints_are_gone_never_starts_over(checkpoints, latest_to
     made.folder.events.write_text(json.dumps(line) + "\n")
     for step in (1, 2):
         shutil.rmtree(made.folder.checkpoint(step))
-    if latest_too:
-        made.folder.latest.unlink()
+    made.folder.latest.unlink() if latest is None else made.folder.latest.write_text(latest)
     with pytest.raises(CheckpointError, match="step_00000002 was saved and is gone, and no other checkpoint is left"):
         made.newest()
 
