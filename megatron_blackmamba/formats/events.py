@@ -459,17 +459,6 @@ def of_kind(events: Sequence[Event], kind: type[Of]) -> list[Of]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def still_valid(events: Sequence[Event]) -> list[Event]:
-    """Leave out what happened in steps that a later resume or rewind repeats."""
-    valid: list[Event] = []
-    for event in events:
-        back_to = event.step if isinstance(event, Resumed) else event.to if isinstance(event, Rewound) else None
-        if back_to is not None:
-            valid = [before for before in valid if not before.repeats or (before.step or 0) <= back_to]
-        valid.append(event)
-    return valid
-
-
 def ranges(samples: Samples) -> str:
     """Return ranges of samples as `0–15, 32–47`."""
     return ", ".join(f"{first}–{last}" for first, last in samples)

@@ -12,17 +12,8 @@ import numpy as np
 
 from megatron_blackmamba.config import RunConfig, read_saved
 from megatron_blackmamba.formats.branches import Trunk, trunk_of, trunks_of
-from megatron_blackmamba.formats.events import (
-    Branched,
-    Event,
-    Resumed,
-    Rewound,
-    Spike,
-    Started,
-    of_kind,
-    read_events,
-    still_valid,
-)
+from megatron_blackmamba.formats.events import Event, Resumed, Rewound, Spike, of_kind, read_events
+from megatron_blackmamba.formats.lasting_events import Start, lasting_starts, still_valid
 from megatron_blackmamba.formats.run_folder import MANIFEST, RunFolder, near
 from megatron_blackmamba.formats.step_records import metrics_so_far
 from megatron_blackmamba.training.metrics import metric_of
@@ -67,7 +58,7 @@ class History:
     samples: dict[str, str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
     """Those of rewound steps too."""
-    begun: list[Started | Branched | Resumed] = field(default_factory=list)
+    begun: list[Start] = field(default_factory=list)
     """Its starts, with what they knew of the machine and the model."""
     processes: list[int] = field(default_factory=list)
     """Numbers of processes that trained it, in order; none in runs of older versions."""
@@ -184,7 +175,7 @@ def _read_run(run: Path, until: int | None = None) -> History:
             )
         raise ReportError(f"{run} has no step in {folder.metrics.name} yet: try again after its first step")
     happened = [occurrence.event for occurrence in read_events(folder.events)]
-    begun = [event for event in happened if isinstance(event, Started | Branched | Resumed)]
+    begun = [event for event in happened if isinstance(event, Start)]
     bad = {event.step: event.text for event in still_valid(happened) if event.repeats}
     samples = run / SAMPLES
     return History(
@@ -201,10 +192,7 @@ def _read_run(run: Path, until: int | None = None) -> History:
             step for e in of_kind(happened, Resumed) if (step := e.step or 0) < recorded.last["step"] and not e.changes
         ],
         rewinds=[event.to for event in of_kind(happened, Rewound)],
-        changes=[
-            *(each for event in of_kind(happened, Branched)[-1:] for each in event.changes),
-            *_changes(of_kind(happened, Resumed)),
-        ],
+        changes=[change for start in lasting_starts(happened) for change in getattr(start, "changes", ())],
         samples=json.loads(samples.read_bytes()) if samples.is_file() else {},
         spikes=of_kind(happened, Spike),
         begun=begun,
@@ -275,14 +263,6 @@ def _read(path: Path, until: int | None = None) -> _Recorded:
                 steps.append(step)
                 values.append(math.nan if value is None else value)
     return found
-
-
-def _changes(resumes: list[Resumed]) -> list[str]:
-    """Return the changes of resumes; a later one from the same or an earlier checkpoint replaces them."""
-    lasting: list[Resumed] = []
-    for resume in resumes:
-        lasting = [*(before for before in lasting if (before.step or 0) < (resume.step or 0)), resume]
-    return [change for resume in lasting for change in resume.changes]
 
 
 def _remarks(events: list[Event], recorded: _Recorded) -> list[tuple[int, str]]:

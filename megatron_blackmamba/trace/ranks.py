@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_blackmamba.config import ParallelConfig, RunConfig
 from megatron_blackmamba.data.batches import micro_batches_of, place_of_part
 from megatron_blackmamba.formats.events import read_events
+from megatron_blackmamba.formats.lasting_events import lasting_starts
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.runtime import world
 from megatron_blackmamba.trace.documents import Piece
@@ -55,13 +56,13 @@ def job_at(run: Path, config: RunConfig, step: int) -> Job:
     """Return the job that took a step: the run's config, without what later resumes changed."""
     before: dict[str, int] = {}
     processes = None
-    for each in read_events(RunFolder(run).events):
-        for change in getattr(each.event, "changes", ()):
+    for start in lasting_starts([each.event for each in read_events(RunFolder(run).events)]):
+        for change in getattr(start, "changes", ()):
             found = CHANGE.match(change)
             if found and step < int(found[2]):
                 before.setdefault(found[1], int(found[3]))
-        if each.event.step is not None and each.event.step < step:
-            processes = getattr(each.event, "processes", None) or processes
+        if start.step is not None and start.step < step:
+            processes = start.processes or processes
     rows = before.pop("training.micro_batch", config.training.micro_batch)
     sizes = {name.removeprefix("parallel."): size for name, size in before.items()}
     return Job(config.parallel.model_copy(update=sizes), processes, rows)

@@ -9,6 +9,7 @@ import pytest
 from megatron_blackmamba.formats import events
 from megatron_blackmamba.formats.events import (
     KINDS,
+    Branched,
     NotFinite,
     NotRewound,
     NotSaved,
@@ -16,8 +17,10 @@ from megatron_blackmamba.formats.events import (
     Rewound,
     Saved,
     Spike,
+    Started,
     read_events,
 )
+from megatron_blackmamba.formats.lasting_events import lasting_starts, still_valid
 
 TIME = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=1)))
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "records.md"
@@ -90,7 +93,21 @@ def test_repeated_steps_leave_one_event():
     resumed = Resumed(step=4, sample=64, steps_left=9, tokens_per_step=1024)
     late = NotFinite(step=6, reason="the loss is nan", action="rewind", samples=[])
     happened = [*bad, Saved(step=5), resumed, bad[1], late, Rewound(step=6, to=5)]
-    assert [event.step for event in events.still_valid(happened) if event.repeats] == [3, 5]
+    assert [event.step for event in still_valid(happened) if event.repeats] == [3, 5]
+
+
+def test_start_over_leaves_no_earlier_step():
+    spike = Spike(step=3, reason="a spike", action="warn", samples=[])
+    started = Started(step=0, steps=9, tokens_per_step=1024)
+    assert still_valid([started, spike, started, spike]) == [started, started, spike]
+
+
+def test_a_resume_replaces_resumes_alone():
+    begun = {"sample": 0, "steps_left": 9, "tokens_per_step": 1}
+    branched = Branched(step=8, trunk="runs/trunk/checkpoints/step_00000008", consumed_samples=0, **begun)
+    first, later, again = (Resumed(step=step, **begun) for step in (8, 12, 10))
+    assert lasting_starts([Started(step=0, steps=9, tokens_per_step=1), branched, first]) == [branched, first]
+    assert lasting_starts([branched, first, later, Saved(step=14), again]) == [branched, first, again]
 
 
 def test_docs_list_exactly_the_kinds():

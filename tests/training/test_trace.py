@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_blackmamba.cli import app
+from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.events import Branched, Rewound, Spike
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report import write_report
@@ -163,6 +164,16 @@ def test_a_step_has_the_layout_of_its_job(run, tmp_path):
     jobs = [ranks.job_at(tmp_path, config, step) for step in (4, 5, 8, 9)]
     found = [(job.parallel.tensor, job.processes) for job in jobs]
     assert found == [(2, 4), (1, 2), (1, 2), (config.parallel.tensor, 8)]
+
+
+def test_an_earlier_resume_replaces_a_later_one(tmp_path):
+    """The checkpoint of step 10 was damaged, so steps 6 to 10 were taken again, with the new micro-batch."""
+    more = {"time": "2026-11-27T10:00:00+00:00", "kind": "resumed", "tokens_per_step": 1, "sample": 0, "steps_left": 9}
+    changes = {step: [f"training.micro_batch: 2 from step {step + 1} on, 1 before"] for step in (10, 5)}
+    lines = [{**more, "step": step, "processes": step, "changes": change} for step, change in changes.items()]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jobs = [ranks.job_at(tmp_path, load("tiny", ["training.micro_batch=2"]), step) for step in (5, 6, 10, 11)]
+    assert [(job.micro_batch, job.processes) for job in jobs] == [(1, None), (2, 5), (2, 5), (2, 5)]
 
 
 @pytest.mark.parametrize("axis", ["tensor", "context", "pipeline", "data"])
