@@ -75,9 +75,15 @@ def arguments_of(
         "optimizer.decay=wsd",
         f"optimizer.decay_tokens={length}",
     ]
-    rate = f"{config.learning_rate_at(progress.consumed_samples):.6g}"  # the decay begins where the trunk is
-    if progress.consumed_samples >= config.warmup_samples and float(rate) != config.optimizer.learning_rate:
-        found.append(f"optimizer.learning_rate={rate}")
+    rate = config.learning_rate_at(progress.consumed_samples)  # the decay begins where the trunk is
+    rate = max(float(f"{rate:.6g}"), config.optimizer.min_learning_rate)
+    if progress.consumed_samples >= config.warmup_samples and rate != config.optimizer.learning_rate:
+        if not rate and not any(change.startswith("optimizer.learning_rate=") for change in changes):
+            raise ConfigError(
+                f"{run}: its learning rate is 0 at step {at}, so there is nothing to decay. Branch from an earlier"
+                " checkpoint (--step N), or name a rate to begin with: optimizer.learning_rate=RATE"
+            )
+        found.append(f"optimizer.learning_rate={rate!r}")
     if mixture is not None:
         found.append(f"data.mixture={mixture}")
     written = read_saved(trunk.config)

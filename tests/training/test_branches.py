@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from megatron_blackmamba import cli
 from megatron_blackmamba.checkpoint import CheckpointReader
-from megatron_blackmamba.config import load
+from megatron_blackmamba.config import ConfigError, load, to_saved, to_yaml
 from megatron_blackmamba.data import build
 from megatron_blackmamba.formats import branches
 from megatron_blackmamba.formats.events import Branched, Resumed
@@ -28,7 +28,9 @@ from megatron_blackmamba.report.overview import overviews
 from megatron_blackmamba.report.page import loss as drawn_loss
 from megatron_blackmamba.trace.documents import Tracer
 from megatron_blackmamba.trace.steps import TraceError
+from megatron_blackmamba.training.anneal import arguments_of
 from megatron_blackmamba.training.branch import beginning, find_branch
+from megatron_blackmamba.training.step.progress import Progress
 from tests.data.corpus import write_mixture, write_shard
 from tests.reference.schedules import train
 from tests.runtime.ranks import fork_script
@@ -381,6 +383,35 @@ def test_damaged_trunk_and_other_tokenizer_are_refused(forks, mixtures, trunk, t
     write_shard(tmp_path / "other/shard", 0, 300, tokenizer="b" * 64, vocab=320)
     other = write_mixture(tmp_path / "other", [{"name": "other", "shards": "shard"}])
     assert "tokenizer" in refused(forks, tmp_path / "b", trunk, other)
+
+
+@pytest.mark.parametrize(
+    ("lowest", "more", "first"),
+    [("1.2345641e-4", [], 1.2345641e-4), ("1e-4", [], 1e-4), ("0", ["optimizer.learning_rate=1e-3"], 1e-3)],
+)
+def test_a_decayed_trunk_is_annealed_from_its_rate(tmp_path, lowest, more, first):
+    config, *overrides = arguments_of(decayed(tmp_path, lowest), "128", more)
+    assert load(config, overrides).optimizer.learning_rate == first
+
+
+def test_nothing_is_left_to_decay_from_zero(tmp_path):
+    with pytest.raises(ConfigError, match=r"its learning rate is 0 at step 10.*Branch from an earlier checkpoint"):
+        arguments_of(decayed(tmp_path, "0"), "128", [])
+
+
+def decayed(folder, lowest):
+    """Return a run that has reached its lowest learning rate, as far as a plan of a branch reads it."""
+    overrides = [f"folder={folder}", "name=run", f"optimizer.min_learning_rate={lowest}"]
+    config = load("tiny", [*overrides, "data.sequence_length=16", "training.global_batch=4", "training.tokens=640"])
+    run = RunFolder.of(config)
+    checkpoint = run.checkpoint(10)
+    checkpoint.mkdir(parents=True)
+    progress = Progress(10, 40, 40).state()
+    (checkpoint / "manifest.json").touch()
+    (checkpoint / "state.json").write_text(json.dumps({"config": to_saved(config), "progress": progress}))
+    run.latest.write_text(f"{checkpoint.name}\n")
+    run.config.write_text(to_yaml(config))
+    return run.root
 
 
 def test_anneal_is_a_branch_that_only_decays(trunk, mixtures, tmp_path):
