@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
@@ -126,8 +126,6 @@ def export_hf(
 
     [dim]blackmamba export hf runs/blackmamba_1.5b exports/beside --every 10000[/dim]
     """
-    from dataclasses import replace
-
     from megatron_blackmamba.interchange import convert, following, push
     from megatron_blackmamba.interchange.native import nearest
 
@@ -187,8 +185,6 @@ def export_gguf(
 
     [dim]blackmamba export gguf exports/mamba_343m mamba_343m.gguf --type q8_0[/dim]
     """
-    from dataclasses import replace
-
     from megatron_blackmamba.interchange import convert
     from megatron_blackmamba.interchange.native import llama_cpp
 
@@ -275,7 +271,8 @@ def import_hf(
         print(f"{out}: pass it behind a run's file, as in blackmamba plan RUN {out}")
         return
     source = local_folder(source)
-    model = _with_tokenizer(open_export(source), tokenizer)
+    model = open_export(source)
+    model = model if tokenizer is None else replace(model, tokenizer=tokenizer)
     if experts is not None:
         from megatron_blackmamba.interchange.upcycle import upcycled
 
@@ -436,12 +433,6 @@ def _opened(path: Path, tokenizer: Path | None, ema: bool = False) -> "Canonical
         from megatron_blackmamba.interchange.open import open_model
 
         return open_model(path, tokenizer, verify=True, ema=ema)
-
-
-def _with_tokenizer(model: "Canonical", tokenizer: Path | None) -> "Canonical":
-    from dataclasses import replace
-
-    return model if tokenizer is None else replace(model, tokenizer=tokenizer)
 
 
 def _run(

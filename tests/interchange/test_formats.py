@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from megatron_blackmamba.checkpoint.manifest import DamagedCheckpoint
 from megatron_blackmamba.checkpoint.reading import find_checkpoint
 from megatron_blackmamba.cli import app
-from megatron_blackmamba.interchange import convert, files, hf, torch_file, zyphra
+from megatron_blackmamba.interchange import convert, hf, torch_file, zyphra
 from megatron_blackmamba.interchange.canonical import InterchangeError, Past, cast, in_memory, shapes
 from megatron_blackmamba.interchange.open import open_model
 from tests.interchange.test_checkpoints import assert_same
@@ -182,26 +182,6 @@ def test_pickle_with_code_is_refused_without_running(released, tmp_path, silu):
         with pytest.raises(InterchangeError, match=r"pytorch_model\.bin: refused: .*could run code"):
             zyphra.read(released)
         assert not (tmp_path / "ran").exists()
-
-
-POINTER = "version 1\noid sha256:4d7a214614ab\nsize 12345\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "told"), [(POINTER, "a pointer of Git LFS, not the weights"), ("<html>Denied</html>", "not a .* file")]
-)
-@pytest.mark.parametrize("name", [files.SAFETENSORS, files.TORCH])
-def test_text_in_the_place_of_weights_is_named(tmp_path, name, content, told):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InterchangeError, match=f"{name}: {told}"):
-        files.read(tmp_path, (name,))
-
-
-@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
-def test_tensors_without_plain_values_are_refused(tmp_path, tensor):
-    torch.save({"a": tensor}, tmp_path / files.TORCH)
-    with pytest.raises(InterchangeError, match="a is sparse or has no values"):
-        files.read(tmp_path, (files.TORCH,))
 
 
 @pytest.mark.parametrize("length", [None, "long", 0, 1.5, True])

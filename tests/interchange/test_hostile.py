@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_blackmamba.interchange import hf, native
+from megatron_blackmamba.interchange import files, hf, native
 from megatron_blackmamba.interchange.canonical import InterchangeError
 from megatron_blackmamba.interchange.open import config_of_export
 from megatron_blackmamba.tokenizer import TokenizerError, load_tokenizer
@@ -102,3 +102,23 @@ def test_a_token_far_beyond_the_others_is_refused(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(TokenizerError, match=f"{path}: the token '.*' has the id 4000000000; ids are at most 16777216"):
         load_tokenizer(path)
+
+
+POINTER = "version 1\noid sha256:4d7a214614ab\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(POINTER, "a pointer of Git LFS, not the weights"), ("<html>Denied</html>", "not a .* file")]
+)
+@pytest.mark.parametrize("name", [files.SAFETENSORS, files.TORCH])
+def test_text_in_the_place_of_weights_is_named(tmp_path, name, content, told):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InterchangeError, match=f"{name}: {told}"):
+        files.read(tmp_path, (name,))
+
+
+@pytest.mark.parametrize("tensor", [torch.eye(3).to_sparse(), torch.empty(3, device="meta")])
+def test_tensors_without_plain_values_are_refused(tmp_path, tensor):
+    torch.save({"a": tensor}, tmp_path / files.TORCH)
+    with pytest.raises(InterchangeError, match="a is sparse or has no values"):
+        files.read(tmp_path, (files.TORCH,))

@@ -23,7 +23,7 @@ def pieces_of(tokenizer, tokens, prompt, **options):
 
 @pytest.mark.parametrize("items", [[1, *["a"] * 999], [[1], *[[2.5]] * 999], [[1], [*[None] * 999]]])
 @pytest.mark.parametrize("option", ["prompt", "stop"])
-def test_a_list_is_checked_up_to_its_first_error(option, items):
+def test_a_list_is_checked_until_an_error(option, items):
     with pytest.raises(ValidationError) as refused:
         CompletionRequest.model_validate({"prompt": "a", option: items})
     assert refused.value.error_count() < 9
