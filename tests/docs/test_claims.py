@@ -30,7 +30,7 @@ SOURCES = {
     "README.md": ["trend", "confirm", "mixers"],
     "trend.md": ["trend", "trend_first", "confirm"],
     "trend_gpu.md": ["trend_gpu"],
-    "trend_router.md": ["trend"],
+    "trend_router.md": ["trend", "confirm"],
     "confirm.md": ["trend", "confirm"],
     "mixers.md": ["mixers"],
     "muon.md": ["muon"],
