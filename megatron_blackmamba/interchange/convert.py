@@ -72,11 +72,11 @@ def to_hf(
         form.write(watched(finite(model), watch), folder, shard_bytes=shard_bytes, **more)
         if check != "none":
             parity.same_weights(model, named(form.read(folder), out))
-        if check != "none" and overwrite and Path(out).exists():
-            try:
-                return witness.compared(model, folder, check, Path(out))
-            except witness.WitnessError as error:
-                raise witness.WitnessError(f"{out}: {error}. What was there stays") from None
+            if overwrite and Path(out).exists():
+                try:
+                    return witness.compared(model, folder, check, Path(out))
+                except witness.WitnessError as error:
+                    raise witness.WitnessError(f"{out}: {error}. What was there stays") from None
     return None if check == "none" else witness.check(model, out, check)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_blackmamba.formats import lfs
 from megatron_blackmamba.interchange import safetensors_io, torch_file
 from megatron_blackmamba.interchange.canonical import Entry, InterchangeError, as_fp32
 from megatron_blackmamba.interchange.json_config import need, read_json
@@ -64,6 +65,6 @@ def _read_one(path: Path) -> dict[str, Entry]:
         raise InterchangeError(f"{path.name}: weights must be in .safetensors or .bin files")
     if path.is_file():
         with open(path, "rb") as file:
-            if b"\noid sha256:" in file.read(200):
+            if lfs.is_pointer(file.read(200)):
                 raise InterchangeError(f"{path}: a pointer of Git LFS, not the weights. Fetch them with git lfs pull")
     return _READERS[path.suffix](path)

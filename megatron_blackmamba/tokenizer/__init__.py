@@ -22,6 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import tokenizers
 
+from megatron_blackmamba.formats import lfs
 from megatron_blackmamba.tokenizer.short_texts import SHORT_TEXT, Separator, separators
 
 Backend = Literal["auto", "fastokens", "tokenizers"]
@@ -314,7 +315,7 @@ def _find_file(name: str | os.PathLike[str], revision: str | None) -> Path:
 
 
 def _parse(content: bytes, path: Path) -> dict[str, Any]:
-    if b"\noid sha256:" in content[:200]:
+    if lfs.is_pointer(content):
         raise TokenizerError(f"{path}: a pointer of Git LFS, not the tokenizer. Fetch it with git lfs pull")
     try:
         data = json.loads(content)
