@@ -2,13 +2,32 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_blackmamba.checkpoint import manifest
 from megatron_blackmamba.formats.run_folder import RunFolder
 
 POLL_SECONDS = 30.0
+
+
+def handle_each(run: Path, every: int, handle: Callable[[int], None], error: type[ValueError], what: str) -> None:
+    """Call `handle` with each step that `follow` yields; report unusable checkpoints and go on.
+
+    error: what `handle` raises, beside `CheckpointError`, and this function in the end if a checkpoint was unusable.
+    what: what is done with a checkpoint, for that message, such as exported.
+    """
+    failed, count = [], 0
+    for step in follow(run, every):
+        count += 1
+        try:
+            handle(step)
+        except (error, manifest.CheckpointError) as found:
+            print(f"blackmamba: step {step}: {found}", file=sys.stderr, flush=True)
+            failed.append(step)
+    if failed:
+        steps = ", ".join(map(str, failed))
+        raise error(f"{len(failed)} of {count} checkpoints of {run} were not {what}: {steps}. See the errors above")
 
 
 def follow(run: Path, every: int) -> Iterator[int]:

@@ -1,12 +1,11 @@
 """Score checkpoints as they appear; training does not wait."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_blackmamba.checkpoint import manifest
-from megatron_blackmamba.checkpoint.following import follow
+from megatron_blackmamba.checkpoint.following import handle_each
 from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.evaluation.commands import run as evaluate_and_show
 from megatron_blackmamba.evaluation.errors import EvaluationError
@@ -24,20 +23,17 @@ def watch(run: Path, options: Options, score: Callable[[Path, Options], object] 
     folder = RunFolder(run)
     if not folder.config.is_file():
         raise EvaluationError(f"{run}: not a run, which --watch needs. Name a folder such as runs/NAME")
-    for step in follow(run, read_saved(folder.config).checkpoint.keep_every):
-        _one(folder, step, options, score)
+    every = read_saved(folder.config).checkpoint.keep_every
+    handle_each(run, every, lambda step: _one(folder, step, options, score), EvaluationError, "scored")
 
 
 def _one(folder: RunFolder, step: int, options: Options, score: Callable[[Path, Options], object] | None) -> None:
-    """Score one checkpoint, protected from removal; report an error and go on with the next."""
+    """Score one checkpoint, protected from removal."""
     path = folder.checkpoint(step)
     with claim(folder.root, step):
         if not (path / manifest.NAME).is_file():  # removed just before the claim
             return
-        try:
-            if score is not None:
-                score(path, options)
-            else:
-                evaluate_and_show(path, replace(options, out=None), as_json=False)
-        except (EvaluationError, manifest.CheckpointError) as error:
-            print(f"blackmamba: step {step}: {error}", file=sys.stderr, flush=True)
+        if score is not None:
+            score(path, options)
+        else:
+            evaluate_and_show(path, replace(options, out=None), as_json=False)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_blackmamba.checkpoint import CheckpointError, manifest
-from megatron_blackmamba.checkpoint.following import follow
+from megatron_blackmamba.checkpoint import manifest
+from megatron_blackmamba.checkpoint.following import handle_each
 from megatron_blackmamba.config import read_saved
 from megatron_blackmamba.formats.evaluations import claim
 from megatron_blackmamba.formats.run_folder import RunFolder
@@ -30,12 +30,11 @@ def export_every(run: Path, out: Path, every: int, export: Export) -> None:
     if saved and every % saved:
         raise InterchangeError(f"--every {every}: the run saves every {saved} steps. Give a multiple of {saved}")
     with _alone(out):
-        for step in follow(run, every):
-            _one(folder, step, out, export)
+        handle_each(run, every, lambda step: _one(folder, step, out, export), InterchangeError, "exported")
 
 
 def _one(folder: RunFolder, step: int, out: Path, export: Export) -> None:
-    """Export one checkpoint, protected from removal; report an unusable one and go on with the next."""
+    """Export one checkpoint, protected from removal."""
     checkpoint = folder.checkpoint(step)
     target = out / checkpoint.name
     for unfinished in out.glob(f".{target.name}.????????.tmp"):  # of a killed call of an earlier version
@@ -46,10 +45,7 @@ def _one(folder: RunFolder, step: int, out: Path, export: Export) -> None:
         if not (checkpoint / manifest.NAME).is_file():
             print(f"blackmamba: step {step}: was deleted before its export", file=sys.stderr, flush=True)
             return
-        try:
-            export(checkpoint, target, renew)
-        except (InterchangeError, CheckpointError) as error:
-            print(f"blackmamba: step {step}: {error}", file=sys.stderr, flush=True)
+        export(checkpoint, target, renew)
 
 
 @contextmanager

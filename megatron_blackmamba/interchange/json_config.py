@@ -112,7 +112,7 @@ def trained_length(content: Mapping[str, Any], path: Path) -> int:
 
 def layer_count(value: Any, name: str, path: Path) -> int:
     """Return a number of layers; refuse one that no model has before anything is made of it."""
-    if not isinstance(value, int) or not 0 < value <= MOST_LAYERS:
+    if type(value) is not int or not 0 < value <= MOST_LAYERS:
         raise InterchangeError(f"{path}: {name} is {value!r}, not a number of layers from 1 to {MOST_LAYERS:,}")
     return value
 

@@ -235,17 +235,20 @@ end_when_stuck() {
     done
 }
 
+# Fails where Slurm does not answer: what runs is unknown then.
 running_steps() {
-    squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i | grep -E "^ *$SLURM_JOB_ID\.[0-9]+$"
+    local lines
+    lines=$(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format=%i) || return
+    grep -E "^ *$SLURM_JOB_ID\.[0-9]+$" <<<"$lines" || true
 }
 
 # Ends what a failed try left running: two tries must not write into one folder. Fails, with UNFIT set to the nodes that
 # do not answer, where that cannot be done.
 end_steps() {
     local end=$((SECONDS + STUCK_SECONDS)) steps
-    while steps=$(running_steps); do
+    while ! steps=$(running_steps) || [ -n "$steps" ]; do
         # shellcheck disable=SC2086 # one word a step
-        scancel --signal=KILL $steps 2>/dev/null
+        [ -z "$steps" ] || scancel --signal=KILL $steps 2>/dev/null
         if [ "$SECONDS" -ge "$end" ]; then
             mapfile -t UNFIT < <(unreachable_nodes)
             return 1
@@ -336,7 +339,7 @@ train_with_restarts() {
             STATUS=2
             return
         fi
-        end_steps || { say "steps of this job do not end; unreachable nodes: ${UNFIT[*]:-none}"; return; }
+        end_steps || { say "steps do not end, or squeue does not answer; unreachable nodes: ${UNFIT[*]:-none}"; return; }
         [ "$TIME_IS_UP" -eq 0 ] || break
         if [ "$left" -eq 0 ]; then
             say "$((RESTARTS + 1)) tries without a new checkpoint"

@@ -124,7 +124,8 @@ def test_watch_scores_every_kept_checkpoint_until_the_end(run, data, capsys):
 def test_watch_goes_on_after_a_damaged_checkpoint(run, data, capsys):
     RunFolder(run).done.touch()
     next((run / "checkpoints" / "step_00000001").glob("*.distcp")).write_bytes(b"x")
-    watch.watch(run, options(data))
+    with pytest.raises(EvaluationError, match=r"1 of 2 checkpoints of .* were not scored: 1. See"):
+        watch.watch(run, options(data))
     assert "step 1: " in capsys.readouterr().err
     assert len(read_evaluation(RunFolder(run).evaluation(2)).results) == 2
 

@@ -80,7 +80,8 @@ def test_checkpoints_are_protected_and_errors_do_not_stop(run, tmp_path, capsys)
         if len(seen) == 1:
             raise InterchangeError("its weights hold NaN")
 
-    export_every(run, tmp_path / "out", 10, export)
+    with pytest.raises(InterchangeError, match=r"1 of 3 checkpoints of .* were not exported: 10. See"):
+        export_every(run, tmp_path / "out", 10, export)
     steps = [f"step_000000{step}" for step in (10, 20, 25)]
     assert seen == [(step, step, True) for step in steps]
     assert capsys.readouterr().err == "blackmamba: step 10: its weights hold NaN\n"

@@ -168,6 +168,7 @@ def test_truncated_shards_and_nan_are_named_without_leftovers(theirs, tmp_path):
         ("mamba", {"use_bias": True}, "use_bias is True; only False converts"),
         ("mamba", {"num_hidden_layers": 3}, r"has no backbone\.layers\.2\.norm\.weight, which its config requires"),
         ("mamba", {"num_hidden_layers": "x"}, "num_hidden_layers is 'x', not a number of layers"),
+        ("mamba", {"num_hidden_layers": True}, "num_hidden_layers is True, not a number of layers"),
         ("mamba2", {"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0\.0, 1\.0\]; only"),
         ("nemotron_h", {"moe_latent_size": 8}, "fc1_latent_proj.weight is 16×24; its config says 8×24"),
         ("nemotron_h", {"layers_block_type": ["moe", "rnn"]}, "layers_block_type has 'rnn'; a layer is one of"),

@@ -175,6 +175,17 @@ def test_lack_of_memory_ends_an_unsaved_job(start, tmp_path):
     assert "try 2" in again.stdout and "try 3" not in again.stdout
 
 
+def test_unanswered_squeue_does_not_mean_that_nothing_runs(start, tmp_path):
+    """A second try beside the first one's step would be refused by the run's lock, and the job would end."""
+    answers = f"read -r answer rest <{tmp_path}/answers; echo $rest >{tmp_path}/answers; case $answer in"
+    (tmp_path / "answers").write_text("none 42.0 batch " * 9)
+    body = f"{answers} none) exit 1 ;; *) echo ${{answer/batch/42.batch}} ;; esac"
+    (tmp_path / "bin/squeue").write_text(f'#!/bin/bash\ncase " $* " in *--steps*) {body} ;; esac\n')
+    (tmp_path / "bin/scancel").write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/ended\n')
+    start(SRUN=f'{CHECKS}case " $* " in *" train "*) exit 1 ;; esac', PREFLIGHT="nodes", RESTARTS="1")
+    assert (tmp_path / "ended").read_text() == "--signal=KILL 42.0\n" * 2
+
+
 def test_damaged_checkpoint_does_not_stop_evaluations(start, tmp_path):
     for name in ("step_00000010", "step_00000010.damaged", "step_00000020"):
         (tmp_path / "run/checkpoints" / name).mkdir(parents=True)
