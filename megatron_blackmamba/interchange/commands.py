@@ -256,8 +256,9 @@ def import_hf(
     [dim]blackmamba import hf TinyLlama_v1.1 checkpoints/upcycled --experts 8[/dim]
     """
     from megatron_blackmamba.interchange import convert
+    from megatron_blackmamba.interchange.canonical import tokenizer_of
     from megatron_blackmamba.interchange.hub import local_folder
-    from megatron_blackmamba.interchange.open import chat_template, config_of_export, open_export
+    from megatron_blackmamba.interchange.open import chat_template, config_of_export, ends_of, open_export
 
     if config_only:
         if experts is not None:
@@ -280,6 +281,9 @@ def import_hf(
     how = {"verify": verify, "original": source, "overwrite": overwrite}
     if template := chat_template(source):
         _say(f"note: {out} leaves out the chat template in {template}: copy it into exports of this model")
+    if (kept := tokenizer_of(model)) and (others := sorted(ends_of(source) - {kept.eod_id})):
+        ids = ", ".join(map(str, others))
+        _say(f"note: {out} ends a text with id {kept.eod_id} only; {source} also with {ids}. Add them to exports")
     _run(convert.to_checkpoint, model, out, dtype, as_json, how)
 
 

@@ -54,6 +54,13 @@ def chat_template(path: Path) -> Path | None:
     return found if found.is_file() else None
 
 
+def ends_of(path: Path) -> set[int]:
+    """Return the ids that end a text according to a Hugging Face model's files."""
+    files = (path / "config.json", path / "generation_config.json")
+    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
+    return {end for ends in found for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
+
+
 def weights_of(path: Path) -> tuple[ModelConfig, dict[str, Entry]]:
     """Return a model's config, and its weights under the names of `LanguageModel.state_dict`, not yet loaded.
 

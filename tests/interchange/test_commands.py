@@ -106,6 +106,16 @@ def test_the_file_of_a_chat_template_is_noted(blackmamba, silu, tokenizer_file, 
     assert "out leaves out the chat template in exported/tokenizer_config.json" in told
 
 
+def test_more_ends_of_a_text_are_noted(blackmamba, silu, tokenizer_file, tmp_path):
+    hf.write(canonical(silu, tokenizer=tokenizer_file), tmp_path / "exported")
+    file = tmp_path / "exported/generation_config.json"
+    end = json.loads(file.read_text())["eos_token_id"]
+    words = ("import", "hf", "exported", "out", "--no-verify", "--overwrite")
+    assert "ends a text" not in blackmamba(*words).stderr
+    file.write_text(json.dumps({"eos_token_id": [7, end, 9]}))
+    assert f"out ends a text with id {end} only; exported also with 7, 9" in blackmamba(*words).stderr
+
+
 def test_a_config_alone_overwrites_no_file(blackmamba, silu, tmp_path):
     hf.write(canonical(silu), tmp_path / "exported")
     (tmp_path / "mine.yaml").write_text("precious")
