@@ -117,6 +117,12 @@ def layer_count(value: Any, name: str, path: Path) -> int:
     return value
 
 
+def ends_in(path: Path) -> list[Any]:
+    """Return what a file of transformers names as ends of a text: ids, or None alone."""
+    ends = read_json(path).get("eos_token_id")
+    return ends if isinstance(ends, list) else [ends]
+
+
 def need(content: dict[str, Any], field: str, path: Path) -> Any:
     if field not in content:
         raise InterchangeError(f"{path}: has no field {field!r}")

@@ -12,7 +12,7 @@ from megatron_blackmamba.formats.run_folder import near
 from megatron_blackmamba.interchange import hf, megatron, native, zyphra
 from megatron_blackmamba.interchange.canonical import Canonical, Entry, InterchangeError
 from megatron_blackmamba.interchange.hub import local_folder
-from megatron_blackmamba.interchange.json_config import read_json
+from megatron_blackmamba.interchange.json_config import ends_in, read_json
 
 if TYPE_CHECKING:
     from megatron_blackmamba.model import LanguageModel
@@ -57,8 +57,7 @@ def chat_template(path: Path) -> Path | None:
 def ends_of(path: Path) -> set[int]:
     """Return the ids that end a text according to a Hugging Face model's files."""
     files = (path / "config.json", path / "generation_config.json")
-    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
-    return {end for ends in found for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
+    return {end for file in files if file.is_file() for end in ends_in(file) if isinstance(end, int)}
 
 
 def weights_of(path: Path) -> tuple[ModelConfig, dict[str, Entry]]:

@@ -13,7 +13,7 @@ from megatron_blackmamba.interchange.canonical import (
     tokenizer_of,
 )
 from megatron_blackmamba.interchange.hub import local_folder
-from megatron_blackmamba.interchange.json_config import read_json
+from megatron_blackmamba.interchange.json_config import ends_in, read_json
 from megatron_blackmamba.interchange.observation import Comparison
 from megatron_blackmamba.interchange.open import open_model
 
@@ -98,9 +98,9 @@ def _generation_notes(ours: Canonical, theirs: Canonical, export: Path) -> list[
         return [f"{export} has no tokenizer.json; {ours.source} has one"]
     notes = []
     for path in (export / CONFIG, export / "generation_config.json"):
-        ends = read_json(path).get("eos_token_id") if path.is_file() else tokenizer.eod_id
-        if tokenizer.eod_id not in (ends if isinstance(ends, list) else [ends]):
-            notes.append(f"{path}: eos_token_id is {ends}, but a document ends with {tokenizer.eod_id}")
+        if path.is_file() and tokenizer.eod_id not in (ends := ends_in(path)):
+            named = ", ".join(map(str, ends))
+            notes.append(f"{path}: eos_token_id is {named}, but a document ends with {tokenizer.eod_id}")
     generation = export / "generation_config.json"
     written = {*hf.SPECIAL_IDS, "_from_model_config", "transformers_version"}
     more = sorted(read_json(generation).keys() - written) if generation.is_file() else []
