@@ -189,16 +189,15 @@ class _Group:
         """Return 0 when every worker ends well; otherwise the first failure's code, and soon after it nobody runs."""
         while True:
             meanwhile()
-            failed = self._failed()
-            if failed:
+            codes = self._codes()  # one look: a worker that fails between two would count as one that ended well
+            if failed := _failed(codes):
                 rank, code = failed[0]
                 if self._code is not None or code in (BAD_INPUT, INTERRUPTED):
                     return self._code or code
                 _say(f"rank {self._first + rank} {self._end(code)}; ending the others")
                 self._wait_for_all(LAST_WORDS_SECONDS)
-                final = next((code for _, code in self._failed() if code in FINAL), None)
+                final = next((code for _, code in _failed(self._codes()) if code in FINAL), None)
                 return final or (128 - code if code < 0 else code)
-            codes = [worker.poll() for worker in self._workers]
             if None not in codes:
                 return max(code or 0 for code in codes)
             time.sleep(POLL_SECONDS)
@@ -228,14 +227,17 @@ class _Group:
             )
         return f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
 
-    def _failed(self) -> list[tuple[int, int]]:
-        codes = [worker.poll() for worker in self._workers]
-        return [(rank, code) for rank, code in enumerate(codes) if code and code != STOPPED_ON_REQUEST]
+    def _codes(self) -> list[int | None]:
+        return [worker.poll() for worker in self._workers]
 
     def _wait_for_all(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end and any(worker.poll() is None for worker in self._workers):
             time.sleep(POLL_SECONDS)
+
+
+def _failed(codes: Sequence[int | None]) -> list[tuple[int, int]]:
+    return [(rank, code) for rank, code in enumerate(codes) if code and code != STOPPED_ON_REQUEST]
 
 
 def _identity(marker: Path) -> tuple[int, int] | None:

@@ -290,6 +290,17 @@ def test_a_second_interrupt_while_waiting_does_not_block(tmp_path):
         signals.release()
 
 
+def test_a_failure_between_two_looks_is_a_failure(monkeypatch):
+    """The last of two workers is killed between two looks at it; the first has ended well."""
+    group = launcher._Group(["true"], 2)
+    for worker in group._workers:
+        worker.wait()
+    looks = iter([None])
+    monkeypatch.setattr(group._workers[1], "poll", lambda: next(looks, -signal.SIGKILL))
+    assert group.wait(lambda: None) == 128 + signal.SIGKILL
+    group.kill()
+
+
 def test_run_stays_locked_between_crash_and_restart(tmp_path):
     """A worker crashes; before the next start, another process tries to train in the folder."""
     code = """
