@@ -9,7 +9,7 @@ from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.grids import LARGEST, best_rates
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from megatron_blackmamba.study.table import Table
-from studies import differences, fits
+from studies import differences, fits, fresh
 from studies.routing import MEANING
 
 TUNED = ", each at its best learning rate"
@@ -17,10 +17,13 @@ LITTLE = 0.01
 """Nats per token below which the gain of a rule of inference has vanished."""
 
 
-def every(evidence: Evidence, subjects: Sequence[str]) -> Iterator[Table]:
+def every(
+    evidence: Evidence, subjects: Sequence[str], parts: Mapping[str, Sequence[tuple[str, str]]]
+) -> Iterator[Table]:
     """Yield all tables with rows; subjects are the variants that are compared with every other."""
     tuned, plain = (fits.with_next_size(p) for p in (fits.at_best_rates(evidence.points), evidence.plain))
-    found = [rates(evidence.points)]
+    chose_nothing = fresh.at_fresh_seeds(evidence.points)
+    found = [rates(evidence.points), fresh.ranked(chose_nothing), fresh.parts(chose_nothing, parts)]
     for points, where in ((tuned, TUNED), (plain, "")):
         found += [compared(points, subject, where) for subject in subjects]
         found += [turns(points, subjects, where), tests(points, subjects, where)]

@@ -38,7 +38,7 @@ def report(study: Study, found: Evidence) -> Report:
                      " confidence intervals over the seeds. The variants of a seed share the order of the data.")
         + more,
         html.section("Loss over training FLOPs", [*_losses(shown.plain)], "Means over the seeds."),
-        *tables.every(shown, subjects or [found.first]),
+        *tables.every(shown, subjects or [found.first], study.config.parts),
     ]  # fmt: skip
     pictures = {found.name: picture.charts(shown, pictured)}
     return Report([progress(found), *lines, *decided], parts, pictures, decided or [*_answers(shown)])

@@ -173,6 +173,8 @@ class StudyConfig(Section):
     """Variants of the picture, and what it calls them; those with experts are compared with all others in tables too.
 
     Empty: the first variant, and the dense ones of equal FLOPs."""
+    parts: dict[str, list[tuple[str, str]]] = Field({})
+    """Parts of a model, each with pairs of variants that differ in it alone: the mean of their differences is shown."""
     watched: list[int] = Field([])
     """Seeds whose routers are looked at. Empty: the first of `seeds`."""
     seeds: list[int] = Field([1, 2, 3], min_length=1)
@@ -229,6 +231,9 @@ class StudyConfig(Section):
                     raise ValueError(f"series.{number}: variants.{variant} has no size {size}")
             if series.best_rate and RATE in series.grid:
                 raise ValueError(f"series.{number}: best_rate chooses {RATE}. Remove it from the grid")
+        for part, pairs in self.parts.items():
+            if absent := set(itertools.chain(*pairs)) - set(self.variants):
+                raise ValueError(f"parts.{part}: {min(absent)} is no variant of this study")
         for number, pair in enumerate(self.primary):
             points = {(variant, size, n) for variant in self.variants for size, all in self.tokens.items() for n in all}
             if not {(each, pair.size, pair.budget) for each in pair.variants} <= points:

@@ -57,6 +57,14 @@ def value_of(point: Point, key: str) -> float | None:
     return float(value) if is_number and point.changed.keys() <= {key} else None  # type: ignore[arg-type]
 
 
+def choosing(points: Sequence[Point], size: str) -> set[int]:
+    """Return the seeds with which a variant of this size has tried two or more learning rates."""
+    rates: dict[tuple[str, int], set[float]] = {}
+    for p in (p for p in chosen(points, size=size) if value_of(p, RATE)):
+        rates.setdefault((p.variant, p.seed), set()).add(p.rate)
+    return {seed for (_, seed), tried in rates.items() if len(tried) > 1}
+
+
 def best_rates(points: Sequence[Point]) -> dict[tuple[str, str], Tried]:
     """Return the learning rates of each variant and size, by the mean loss over its largest budgets."""
     means = []

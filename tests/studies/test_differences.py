@@ -176,7 +176,7 @@ def test_rules_of_inference_are_compared_on_same_weights(points):
     fresh = [replace(p, router=seen[p.seed - 1] if (p.variant, p.size, p.budget) == looked else {}) for p in better]
     (row,) = tables.rules(fresh).rows
     assert row == ["experts", "xs", "3k", "3", "+0.070 ± 0.025", "-0.030 ± 0.025", "stays"]
-    found = tables.every(Evidence("x", "y", "experts", 90, {}, (*points, *fresh)), ["experts"])
+    found = tables.every(Evidence("x", "y", "experts", 90, {}, (*points, *fresh)), ["experts"], {})
     (table,) = (each for each in found if each.title.startswith("Rules"))
     assert table.rows == [row] and table.title.endswith(tables.TUNED)  # seeds at the best rate, not at the study's own
 
