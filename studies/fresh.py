@@ -1,4 +1,4 @@
-"""What seeds that chose no learning rate say: which router is best, and what each part of a router gives."""
+"""Tables over the seeds that chose no learning rate: the best router, and what each part of a router gives."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What fresh seeds say of routers: seeds that chose a rate count nowhere, and parts of a router are told apart."""
+"""Tables over fresh seeds: seeds that chose a rate count nowhere, and parts of a router are told apart."""
 
 from dataclasses import replace
 
