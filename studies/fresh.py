@@ -1,4 +1,4 @@
-"""Tables over the seeds that chose no learning rate: the best router, and what each part of a router gives."""
+"""Tables over the seeds that chose no learning rate: the best model with experts, and what each part of it gives."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,30 +19,31 @@ def at_fresh_seeds(points: Sequence[Point]) -> list[Point]:
 
 
 def ranked(points: Sequence[Point]) -> Table:
-    """Order the models with experts by their loss at the largest budget of each size, and name the best."""
+    """Order the models with experts by their loss at the largest budget of each size, and say which are worse."""
     rows = []
     for size in unique(points, "size"):
         here = [p for p in chosen(points, size=size) if p.parameters > p.active]
         last = chosen(here, budget=max((p.budget for p in here), default=0))
         by_variant = {each: {p.seed: p.loss for p in chosen(last, variant=each)} for each in unique(last, "variant")}
-        seeds = {p.seed for p in last}
-        whole = {each: losses for each, losses in by_variant.items() if losses.keys() == seeds}
-        order = sorted(whole, key=lambda each: statistics.fmean(whole[each].values()))
+        most = max(map(len, by_variant.values()), default=0)
+        order = sorted(by_variant, key=lambda v: (len(by_variant[v]) < most, statistics.fmean(by_variant[v].values())))
         for each in order if len(order) > 1 else ():
-            less = [whole[each][seed] - whole[order[0]][seed] for seed in sorted(seeds)]
-            above = ["–", "best"] if each == order[0] else [mean_of(less, "+"), "worse" if _clear(less) else "level"]
-            rows.append([size, short(last[0].budget), str(len(seeds)), each, mean_of([*whole[each].values()]), *above])
+            own, best = by_variant[each], by_variant[order[0]]
+            less = [loss - best[seed] for seed, loss in own.items() if seed in best]
+            above = ["–", "lowest"] if each == order[0] else [mean_of(less, "+") if less else "–", _verdict(less)]
+            above = above if len(own) == most else [above[0], "waits for seeds"]
+            rows.append([size, short(last[0].budget), str(len(own)), each, mean_of([*own.values()]), *above])
     words = (
-        "Mean loss at the largest budget, lowest first. Level: the 95% interval of the difference from the best"
-        " contains zero. Variants that lack one of the seeds are left out."
+        "Mean loss at the largest budget, lowest first. Open: the 95% interval of the difference from the lowest"
+        " contains zero. It does not allow for the number of variants."
     )
-    columns = ("size", "budget", "seeds", "variant", "loss", "above the best", "")
-    return Table(f"Routers by loss{WHERE}", words, columns, rows)
+    columns = ("size", "budget", "seeds", "variant", "loss", "above the lowest", "")
+    return Table(f"Models with experts by loss{WHERE}", words, columns, rows)
 
 
-def _clear(values: Sequence[float]) -> bool:
-    half = half_interval(values)
-    return half is not None and statistics.fmean(values) > half
+def _verdict(above: Sequence[float]) -> str:
+    half = half_interval(above)
+    return "worse" if half is not None and statistics.fmean(above) > half else "open"
 
 
 def parts(points: Sequence[Point], declared: Mapping[str, Sequence[tuple[str, str]]]) -> Table:
@@ -63,4 +64,4 @@ def parts(points: Sequence[Point], declared: Mapping[str, Sequence[tuple[str, st
                     each = ", ".join(f"{a} − {b}: {mean_of(v, '+')}" for (a, b), v in zip(pairs, less, strict=True))
                     rows.append([part, size, short(budget), str(len(seeds)), each, mean_of(mean, "+")])
     words = "Each difference is of two variants that differ in this part alone; their mean is taken seed by seed."
-    return Table(f"Parts of a router{WHERE}", words, ("part", "size", "budget", "seeds", "differences", "mean"), rows)
+    return Table(f"Parts of a model{WHERE}", words, ("part", "size", "budget", "seeds", "differences", "mean"), rows)
