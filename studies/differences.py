@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import stats
 
-from megatron_blackmamba.report.confidence import half_interval
+from megatron_blackmamba.report.confidence import half_interval, side_of
 from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.points import Point, chosen, declared_losses, unique
 from studies.fits import Difference, differences
@@ -91,10 +91,10 @@ class Decision:
             return "no conclusion before all seeds are finished"
         if not all(map(math.isfinite, self.differences)):
             return "open, the loss of a run is not finite"
-        mean, half = statistics.fmean(self.differences), half_interval(self.differences) or 0.0
-        if abs(mean) <= half:
+        side = side_of(self.differences)
+        if not side:
             return "open, the interval contains 0"
-        return f"{self.declared.sides[mean > 0]} {'is lower' if self.declared.gain_on else 'has the lower loss'}"
+        return f"{self.declared.sides[side > 0]} {'is lower' if self.declared.gain_on else 'has the lower loss'}"
 
     @property
     def variances(self) -> tuple[float, float, float]:

@@ -1,21 +1,23 @@
 """Tables over the seeds that chose no learning rate: the best model with experts, and what each part of it gives."""
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.confidence import half_interval, mean_of
+from megatron_blackmamba.report.confidence import mean_of, side_of
 from megatron_blackmamba.study.grids import choosing
 from megatron_blackmamba.study.points import Point, chosen, unique
 from megatron_blackmamba.study.table import Table
-from studies.fits import at_best_rates
+from studies.fits import at_best_rates, differences
 
 WHERE = ", at best rates, by seeds that chose none"
 
 
 def at_fresh_seeds(points: Sequence[Point]) -> list[Point]:
     """Return the points at the best learning rates of seeds that no variant of their size has tried rates with."""
-    return [p for p in at_best_rates(points) if p.seed not in choosing(points, p.size)]
+    chose = {size: choosing(points, size) for size in unique(points, "size")}
+    return [p for p in at_best_rates(points) if p.seed not in chose[p.size]]
 
 
 def ranked(points: Sequence[Point]) -> Table:
@@ -24,15 +26,16 @@ def ranked(points: Sequence[Point]) -> Table:
     for size in unique(points, "size"):
         here = [p for p in chosen(points, size=size) if p.parameters > p.active]
         last = chosen(here, budget=max((p.budget for p in here), default=0))
-        by_variant = {each: {p.seed: p.loss for p in chosen(last, variant=each)} for each in unique(last, "variant")}
-        most = max(map(len, by_variant.values()), default=0)
-        order = sorted(by_variant, key=lambda v: (len(by_variant[v]) < most, statistics.fmean(by_variant[v].values())))
-        for each in order if len(order) > 1 else ():
-            own, best = by_variant[each], by_variant[order[0]]
-            less = [loss - best[seed] for seed, loss in own.items() if seed in best]
-            above = ["–", "lowest"] if each == order[0] else [mean_of(less, "+") if less else "–", _verdict(less)]
-            above = above if len(own) == most else [above[0], "waits for seeds"]
-            rows.append([size, short(last[0].budget), str(len(own)), each, mean_of([*own.values()]), *above])
+        losses = {variant: [p.loss for p in chosen(last, variant=variant)] for variant in unique(last, "variant")}
+        most = max(map(len, losses.values()), default=0)
+        order = sorted(losses, key=lambda variant: (len(losses[variant]) < most, statistics.fmean(losses[variant])))
+        for variant in order if len(order) > 1 else ():
+            own = losses[variant]
+            less = [value for d in differences(last, variant, order[0], size) for value in d.values]
+            said = "worse" if side_of(less) > 0 else "open"
+            said = "lowest" if variant == order[0] else said if len(own) == most else "waits for seeds"
+            above = mean_of(less, "+") if less and variant != order[0] else "–"
+            rows.append([size, short(last[0].budget), str(len(own)), variant, mean_of(own), above, said])
     words = (
         "Mean loss at the largest budget, lowest first. Open: the 95% interval of the difference from the lowest"
         " contains zero. It does not allow for the number of variants."
@@ -41,27 +44,18 @@ def ranked(points: Sequence[Point]) -> Table:
     return Table(f"Models with experts by loss{WHERE}", words, columns, rows)
 
 
-def _verdict(above: Sequence[float]) -> str:
-    half = half_interval(above)
-    return "worse" if half is not None and statistics.fmean(above) > half else "open"
-
-
 def parts(points: Sequence[Point], declared: Mapping[str, Sequence[tuple[str, str]]]) -> Table:
     """Show the mean of two differences, each of variants that differ in one part alone."""
-    rows = []
+    rows, known = [], {(p.variant, p.size, p.budget, p.seed) for p in points}
     for part, pairs in declared.items():
-        for size in unique(points, "size"):
-            losses = {(p.variant, p.budget, p.seed): p.loss for p in chosen(points, size=size)}
-            for budget in sorted(unique(chosen(points, size=size), "budget")):
-                seeds = [
-                    seed
-                    for seed in sorted(unique(points, "seed"))
-                    if all((each, budget, seed) in losses for pair in pairs for each in pair)
-                ]
-                less = [[losses[one, budget, s] - losses[other, budget, s] for s in seeds] for one, other in pairs]
-                mean = [statistics.fmean(each) for each in zip(*less, strict=True)]
-                if seeds:
-                    each = ", ".join(f"{a} − {b}: {mean_of(v, '+')}" for (a, b), v in zip(pairs, less, strict=True))
-                    rows.append([part, size, short(budget), str(len(seeds)), each, mean_of(mean, "+")])
+        variants = set(itertools.chain(*pairs))
+        whole = [p for p in points if all((each, p.size, p.budget, p.seed) in known for each in variants)]
+        for size in unique(whole, "size"):
+            for at in zip(*(differences(whole, one, other, size) for one, other in pairs), strict=True):
+                each = ", ".join(
+                    f"{one} − {other}: {mean_of(d.values, '+')}" for (one, other), d in zip(pairs, at, strict=True)
+                )
+                means = [statistics.fmean(of_seed) for of_seed in zip(*(d.values for d in at), strict=True)]
+                rows.append([part, size, short(at[0].budget), str(len(means)), each, mean_of(means, "+")])
     words = "Each difference is of two variants that differ in this part alone; their mean is taken seed by seed."
     return Table(f"Parts of a model{WHERE}", words, ("part", "size", "budget", "seeds", "differences", "mean"), rows)

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megatron_blackmamba.report.charts import short
-from megatron_blackmamba.report.confidence import half_interval, mean_of
+from megatron_blackmamba.report.confidence import mean_of, side_of
 from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.grids import LARGEST, best_rates
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
@@ -185,10 +185,7 @@ def rules(points: Sequence[Point], where: str = "") -> Table:
 
 
 def _stays(gains: Sequence[float]) -> str:
-    mean, half = statistics.fmean(gains), half_interval(gains)
-    if half is None or mean - half <= LITTLE <= mean + half:
-        return "open"
-    return "stays" if mean > LITTLE else "vanishes"
+    return {1: "stays", 0: "open", -1: "vanishes"}[side_of(gains, LITTLE)]
 
 
 def routers(points: Sequence[Point]) -> Table:

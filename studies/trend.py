@@ -7,7 +7,7 @@ from html import escape
 
 from megatron_blackmamba.report import charts, html
 from megatron_blackmamba.report.charts import Chart, Line, Lines, short
-from megatron_blackmamba.report.confidence import mean_of
+from megatron_blackmamba.report.confidence import mean_of, side_of
 from megatron_blackmamba.study.config import PrimaryConfig
 from megatron_blackmamba.study.page import Report
 from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, unique
@@ -45,7 +45,7 @@ def report(study: Study, found: Evidence) -> Report:
 
 
 def _compared_sets(evidence: Evidence) -> list[tuple[Sequence[Point], str]]:
-    """Return the points at the best rates, and those of the study's own rate."""
+    """Return the points at the best rates, and the points at the study's own rate."""
     return [(fits.with_next_size(fits.at_best_rates(evidence.points)), ", each at its best learning rate"),
             (fits.with_next_size(evidence.plain), ", all at one learning rate")]  # fmt: skip
 
@@ -72,7 +72,7 @@ def _answers(evidence: Evidence) -> Iterator[str]:
     points, _ = _compared_sets(evidence)[0]
     found = [each for each in _at_end(points or evidence.plain, evidence.first) if each[2].interval is not None]
     for verdict, sign in (("better than", -1), ("worse than", 1)):
-        if clear := [each for each in found if sign * each[2].mean > (each[2].interval or 0.0)]:
+        if clear := [each for each in found if side_of(each[2].values) == sign]:
             said = ", ".join(f"{o} at size {s} ({mean_of(each.values, '+')})" for o, s, each in clear)
             yield f"{evidence.first} is {verdict} {said}: 95% intervals, before allowing for their number (Tests)."
 

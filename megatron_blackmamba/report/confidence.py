@@ -16,6 +16,13 @@ def half_interval(values: Sequence[float]) -> float | None:
     return _t_95(len(values)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
+def side_of(values: Sequence[float], limit: float = 0.0) -> int:
+    """Return 1 if the 95% interval of the mean lies above a limit, -1 if below it, else 0; from one value too."""
+    half = half_interval(values)
+    less = statistics.fmean(values) - limit
+    return 0 if half is None or abs(less) <= half else 1 if less > 0 else -1
+
+
 def mean_of(values: Sequence[float], sign: str = "") -> str:
     """Return the mean for people, with its 95% confidence interval if there is one; `sign` is + or nothing."""
     half = half_interval(values)

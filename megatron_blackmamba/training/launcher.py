@@ -47,7 +47,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Node:
-    """The place of this machine among those of a run. With several, MASTER_ADDR names the first."""
+    """The number of this machine in a run. With several machines, MASTER_ADDR names the first."""
 
     number: int = 0
     count: int = 1
