@@ -1,13 +1,13 @@
 """Every operation of a save fails in turn: the ranks agree, say so in one line, and the next save works."""
 
 import re
-import subprocess
 from collections import Counter
 
 import pytest
 
 from tests.checkpoint.failing_saves_probe import FAULTS
 from tests.runtime.ranks import fork_script
+from tests.small_disk import small_disk
 from tests.thorough import thorough
 
 pytestmark = [pytest.mark.xdist_group("failing_saves"), thorough]
@@ -18,13 +18,8 @@ REFUSED = "a checkpoint could not be saved (step "
 def answer(tmp_path_factory):
     """The probe's answer, on a small file system of its own where one can be mounted."""
     folder = tmp_path_factory.mktemp("saves")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)]
-    mounted = not subprocess.run(mount, capture_output=True).returncode
-    try:
+    with small_disk(folder, 64 * 2**20, required=False):
         answer = fork_script("tests.checkpoint.failing_saves_probe", str(folder))
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", folder], check=True)
     assert answer["failed"] == []
     return answer
 

@@ -18,6 +18,7 @@ from megatron_blackmamba.interchange.folder import new_folder
 from tests.interchange.native_grid import write_model
 from tests.reference import tiny, write_released
 from tests.reference.canonical import canonical, write_tokenizer
+from tests.small_disk import small_disk
 from tests.thorough import thorough
 from tests.waiting import Command, wait_until
 
@@ -50,18 +51,13 @@ def sources(tmp_path_factory):
 @pytest.fixture
 def full_disk(tmp_path):
     """A file system, and a function that leaves it so many free bytes."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no small file system can be mounted here")
+    with small_disk(tmp_path / "disk", DISK) as disk:
 
-    def leave(free: int) -> Path:
-        (disk / "ballast").write_bytes(b"\0" * (DISK - free))
-        return disk
+        def leave(free: int) -> Path:
+            (disk / "ballast").write_bytes(b"\0" * (DISK - free))
+            return disk
 
-    yield leave
-    subprocess.run(["umount", "-l", disk], check=True)
+        yield leave
 
 
 COMMANDS = {

@@ -20,6 +20,7 @@ from megatron_blackmamba.launch.doctor import _next_command, examine
 from megatron_blackmamba.launch.findings import Finding
 from megatron_blackmamba.launch.thresholds import Thresholds
 from megatron_blackmamba.plan import storage
+from tests.small_disk import small_disk
 from tests.thorough import thorough
 
 
@@ -155,10 +156,7 @@ def test_a_slow_disk_is_measured(tmp_path, slow_disk):
 def test_less_space_than_two_checkpoints_is_a_problem(tmp_path):
     config = load("tiny", [f"folder={tmp_path}"])
     size = checkpoint_space.checkpoint_bytes(config)
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small file system")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", tmp_path], check=True)
-    try:
+    with small_disk(tmp_path, int(1.5 * size)):
         (finding,) = checkpoint_space.judge(tmp_path, config, Thresholds())
         assert finding.status == "problem" and "2 checkpoints must fit" in finding.advice
         assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1))).status == "ok"
@@ -168,8 +166,6 @@ def test_less_space_than_two_checkpoints_is_a_problem(tmp_path):
         assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1.4))).status == "ok"
         (saved / "weights").write_bytes(bytes(int(0.6 * size)))
         assert next(checkpoint_space.judge(tmp_path, config, Thresholds(checkpoints=1.4))).status == "problem"
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_too_many_checkpoints_for_disk_are_warned_of(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from megatron_blackmamba.config import load
 from megatron_blackmamba.formats.run_folder import RunFolder
 from megatron_blackmamba.report.history import read_history
 from tests.data.corpus import write_mixture, write_shard
+from tests.small_disk import small_disk
 from tests.training.runs import ON_TWO, SMALL, log, losses, metrics, samples_of, scalars
 from tests.waiting import wait_until
 
@@ -224,21 +225,14 @@ def test_mixture_may_change_only_from_here_on(forks, tmp_path):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", folder], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk", 40 * 2**20) as disk:
+        yield disk
 
 
-def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp_path):
-    ballast, run = small_disk / "ballast", RunFolder(small_disk / "run")
-    often = [f"folder={small_disk}", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry_every=2"]
+def test_full_disk_keeps_the_last_checkpoint_and_training(forks, disk, tmp_path):
+    ballast, run = disk / "ballast", RunFolder(disk / "run")
+    often = [f"folder={disk}", "checkpoint.every=5", "checkpoint.keep_last=1", "checkpoint.retry_every=2"]
     job = forks.run(tmp_path, [*ON_TWO, *often, "training.tokens=81920"], until=2)  # of 80 steps
     refused = "could not be saved"
     wait_until(lambda: "step 1 " in job.output(), job)
@@ -263,14 +257,14 @@ def test_full_disk_keeps_the_last_checkpoint_and_training(forks, small_disk, tmp
     job.go_on()
     assert job.wait() == [0, 0], job.output()
     assert run.checkpoint(80).exists() and run.done.exists()
-    assert [record["step"] for record in metrics(small_disk)] == list(range(1, 81))
+    assert [record["step"] for record in metrics(disk)] == list(range(1, 81))
 
 
-def test_start_on_a_full_disk_names_the_file(forks, small_disk, tmp_path):
-    run = RunFolder(small_disk / "run")
+def test_start_on_a_full_disk_names_the_file(forks, disk, tmp_path):
+    run = RunFolder(disk / "run")
     run.checkpoints.mkdir(parents=True)
-    fill(small_disk / "ballast")
-    job = forks.run(tmp_path, [*SMALL, f"folder={small_disk}"], ranks=1)
+    fill(disk / "ballast")
+    job = forks.run(tmp_path, [*SMALL, f"folder={disk}"], ranks=1)
     assert job.wait() == [1]
     assert f"No space left on device: '{run.root}/" in job.output()
 
