@@ -1,8 +1,9 @@
 """The page, the summary and the picture of a study on trunks and branches, made from its points alone."""
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from html import escape
 
 from megatron_blackmamba.report import charts, html
@@ -13,7 +14,7 @@ from megatron_blackmamba.study.page import Report
 from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, unique
 from megatron_blackmamba.study.runs import Study
 from megatron_blackmamba.study.table import Table
-from studies import differences, fits, picture, routing, tables
+from studies import differences, fits, fresh, picture, routing, tables
 from studies.picture import curve_of, zero
 
 measure = routing.measure
@@ -24,14 +25,15 @@ def report(study: Study, found: Evidence) -> Report:
     pictured, primary = study.config.pictured, study.config.primary
     shown = replace(found, points=tuple(sealed(found.points, primary)))
     subjects = [each for each in pictured if any(p.variant == each and p.parameters > p.active for p in found.points)]
-    lines, decided = summary(shown)[1:], [*decisions(found, primary)]
+    ends, decided = compared(shown), [*decisions(found, primary)]
+    lines = [*map(_in_words, ends)]
     several, alone = _differences(shown)
     more = html.folded("Variants of one seed", html.figures(alone)) if alone else ""
     in_words = html.folded(
         f"The {len(lines)} comparisons in words", "".join(f"<p>{escape(line)}</p>" for line in lines)
     )
     parts: list[str | Table] = [
-        html.section("Answer", [*_forests(shown)], f"Mean loss of {found.first} less that of the other, at equal FLOPs"
+        html.section("Answer", [*_forests(ends)], f"Mean loss of {found.first} less that of the other, at equal FLOPs"
                      f" and the largest budget: below zero, {found.first} is better. Bars are 95% confidence intervals"
                      " over the seeds; a dot without one is of one seed.") + in_words,
         html.section("Differences", several, "Below zero, the first variant is better. Bands are 95%"
@@ -41,49 +43,60 @@ def report(study: Study, found: Evidence) -> Report:
         *tables.every(shown, subjects or [found.first], study.config.parts),
     ]  # fmt: skip
     pictures = {found.name: picture.charts(shown, pictured)}
-    return Report([progress(found), *lines, *decided], parts, pictures, decided or [*_answers(shown)])
+    return Report([progress(found), *decided, *lines], parts, pictures, decided or [*_answers(ends)])
 
 
-def _compared_sets(evidence: Evidence) -> list[tuple[Sequence[Point], str]]:
-    """Return the points at the best rates, and the points at the study's own rate."""
-    return [(fits.with_next_size(fits.at_best_rates(evidence.points)), ", each at its best learning rate"),
-            (fits.with_next_size(evidence.plain), ", all at one learning rate")]  # fmt: skip
+@dataclass(frozen=True)
+class Compared:
+    """The first variant against another of one size, over the points that say most about the two."""
+
+    first: str
+    other: str
+    size: str
+    last: fits.Difference
+    """At the largest budget."""
+    cross: fits.Crossing
+    where: str
+    """Of which points."""
 
 
-def _at_end(points: Sequence[Point], first: str) -> Iterator[tuple[str, str, fits.Difference]]:
-    """Yield other variant, size and the difference from it at the largest budget."""
-    for size in unique(points, "size"):
-        for other in [each for each in unique(points, "variant") if each != first]:
-            if found := fits.differences(points, first, other, size):
-                yield other, size, found[-1]
+ONE_RATE = ", all at one learning rate"
+TELLING = {fresh.WHERE: 3, tables.TUNED: 1, ONE_RATE: 1}
+"""Sets of points, those that say most first → seeds that both variants need there."""
 
 
-def _forests(evidence: Evidence) -> Iterator[Chart]:
-    for points, where in _compared_sets(evidence):
-        if found := sorted(_at_end(points, evidence.first), key=lambda each: (each[1], each[2].mean)):
-            names = [f"{other}, {size}" for other, size, _ in found]
-            means, halves = [each.mean for *_, each in found], [each.interval for *_, each in found]
-            title = f"Loss of {evidence.first} less that of others{where}"
-            yield charts.Forest(title, names, means, halves, "difference of validation loss, nats per token", True)
+def compared(evidence: Evidence) -> list[Compared]:
+    """Compare the first variant with each other once for a size, over the most telling points that both have."""
+    found: dict[tuple[str, str], Compared] = {}
+    sets = fresh.at_fresh_seeds(evidence.points), fits.at_best_rates(evidence.points), evidence.plain
+    for some, (where, seeds) in zip(sets, TELLING.items(), strict=True):
+        points, first = fits.with_next_size(some), evidence.first
+        for other, size in itertools.product(unique(points, "variant"), unique(points, "size")):
+            cross = fits.crossing(points, first, other, size)
+            if cross and other != first and (other, size) not in found:
+                last = fits.differences(points, first, other, size)[-1]
+                if len(last.values) >= seeds:
+                    found[other, size] = Compared(first, other, size, last, cross, where)
+    return [*found.values()]
 
 
-def _answers(evidence: Evidence) -> Iterator[str]:
+def _forests(ends: Sequence[Compared]) -> Iterator[Chart]:
+    for where, group in itertools.groupby(ends, lambda each: each.where):
+        found = sorted(group, key=lambda each: (each.size, each.last.mean))
+        names = [f"{each.other}, {each.size}" for each in found]
+        means, halves = [each.last.mean for each in found], [each.last.interval for each in found]
+        title = f"Loss of {found[0].first} less that of others{where}"
+        yield charts.Forest(title, names, means, halves, "difference of validation loss, nats per token", True)
+
+
+def _answers(ends: Sequence[Compared]) -> Iterator[str]:
     """Yield how many comparisons with several seeds are clear, of those whose variants have their best rates."""
-    points, _ = _compared_sets(evidence)[0]
-    found = [each for each in _at_end(points or evidence.plain, evidence.first) if each[2].interval is not None]
+    at_best = [each for each in ends if each.where != ONE_RATE] or ends
+    found = [each for each in at_best if each.last.interval is not None]
     for verdict, sign in (("better than", -1), ("worse than", 1)):
-        if clear := [each for each in found if side_of(each[2].values) == sign]:
-            said = ", ".join(f"{o} at size {s} ({mean_of(each.values, '+')})" for o, s, each in clear)
-            yield f"{evidence.first} is {verdict} {said}: 95% intervals, before allowing for their number (Tests)."
-
-
-def summary(evidence: Evidence) -> list[str]:
-    """Return what the points say so far: a line for each comparison with the first variant."""
-    points, tuned, first = evidence.plain, fits.at_best_rates(evidence.points), evidence.first
-    said = [progress(evidence)]
-    for some, where in ((tuned, tables.TUNED), (points, "")):
-        said += _compared(fits.with_next_size(some), first, where)
-    return said
+        if clear := [each for each in found if side_of(each.last.values) == sign]:
+            said = ", ".join(f"{each.other} at size {each.size} ({mean_of(each.last.values, '+')})" for each in clear)
+            yield f"{clear[0].first} is {verdict} {said}: 95% intervals, before allowing for their number (Tests)."
 
 
 def progress(evidence: Evidence) -> str:
@@ -106,19 +119,11 @@ def decisions(evidence: Evidence, primary: Sequence[PrimaryConfig]) -> Iterator[
                 yield f"{declared.one} needs {ratio} of the FLOPs for the loss of {declared.other}."
 
 
-def _compared(points: Sequence[Point], first: str, where: str) -> Iterator[str]:
-    """Yield a line for each comparison."""
-    for other in [each for each in unique(points, "variant") if each != first]:
-        for size in unique(points, "size"):
-            if cross := fits.crossing(points, first, other, size):
-                last = fits.differences(points, first, other, size)[-1]
-                at = f"at {last.per_parameter:.1f} tokens per parameter, the largest budget"
-                yield f"{first} − {other}, size {size}{where}: {_signed(last)} {at}; {_crossing(cross)}."
-
-
-def _signed(difference: fits.Difference) -> str:
-    seeds = len(difference.values)
-    return f"{mean_of(difference.values, '+')} ({f'{seeds} seeds' if seeds > 1 else 'one seed'})"
+def _in_words(one: Compared) -> str:
+    values = one.last.values
+    difference = f"{mean_of(values, '+')} ({f'{len(values)} seeds' if len(values) > 1 else 'one seed'})"
+    at = f"at {one.last.per_parameter:.1f} tokens per parameter, the largest budget"
+    return f"{one.first} − {one.other}, size {one.size}{one.where}: {difference} {at}; {_crossing(one.cross)}."
 
 
 def _crossing(cross: fits.Crossing) -> str:

@@ -153,8 +153,8 @@ def test_page_shows_why(points, tmp_path):
     higher = [replace(p, rate=8e-3, changed={RATE: 8e-3}, loss=p.loss - 0.1 * (p.variant == "dense")) for p in points]
     both = replace(found, points=(*points, *higher))
     assert "<h2>Tests, each at its best learning rate</h2>" in page_of(study_of(tmp_path), both)
-    said = [line.partition(":")[0] for line in trend.summary(both) if line.startswith("experts − dense, size xs")]
-    assert said == ["experts − dense, size xs, each at its best learning rate", "experts − dense, size xs"]
+    said = [each.where for each in trend.compared(both) if (each.other, each.size) == ("dense", "xs")]
+    assert said == [tables.TUNED]
     assert tables.routers([]).html() == ""
 
 

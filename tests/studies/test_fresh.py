@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_blackmamba.study.config import RATE, StudyError, read_study
-from studies import fresh
+from megatron_blackmamba.study.points import Evidence
+from studies import fresh, tables, trend
 from tests.studies.test_differences import point
 from tests.study.test_trunks import study_of
 
@@ -75,6 +76,17 @@ def test_dense_models_are_not_ranked():
 def test_one_seed_decides_nothing_between_routers():
     rows = fresh.ranked(fresh.at_fresh_seeds(simulated(seeds=[4]))).rows
     assert {row[-1] for row in rows} == {"lowest", "open"}
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_three_fresh_seeds_say_more_than_those_that_chose(seeds):
+    """Fewer do not; and each comparison is made once."""
+    points = simulated(seeds=range(4, 4 + seeds))
+    found = trend.compared(Evidence("x", "y", "softmax", 99, {}, tuple(points)))
+    assert {(each.where, len(each.last.values)) for each in found} == {
+        (fresh.WHERE, 3) if seeds == 3 else (tables.TUNED, 5)
+    }
+    assert [each.other for each in found] == ["crossed", "sinkhorn", "sinkhorn_crossed"]
 
 
 def test_parts_name_variants_of_the_study(tmp_path):

@@ -28,7 +28,6 @@ from megatron_blackmamba.study.options import HowToRun
 from megatron_blackmamba.study.points import Evidence, Point
 from megatron_blackmamba.study.runs import Study
 from studies import fits, routing, trend
-from studies.trend import summary
 from tests.docs.session import ROOT
 from tests.pages import check_page
 from tests.thorough import thorough
@@ -333,8 +332,8 @@ def test_crossing_is_where_the_sign_turns_for_good():
     assert found.band[0] < found.mean < found.band[1]
     all_three = fits.crossing(points, "experts", "dense", "s")
     assert all_three.never == 1 and all_three.band is None
-    said = summary(Evidence("x", "y", "experts", 9, {}, tuple(two)))
-    assert "the sign turns at 11.3 (95% interval" in said[1] and "in 2 of 2 seeds" in said[1]
+    (only,) = trend.compared(Evidence("x", "y", "experts", 9, {}, tuple(two)))
+    assert "the sign turns at 11.3 (95% interval" in (said := trend._in_words(only)) and "in 2 of 2 seeds" in said
 
 
 def test_crossing_may_go_the_other_way():
