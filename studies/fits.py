@@ -68,9 +68,8 @@ def with_next_size(points: Sequence[Point]) -> list[Point]:
         if abs(dense[0].parameters / most - 1) > AS_MANY:
             continue
         for at in {(p.seed, p.budget): p for p in ours if p.parameters == most}.values():
-            curve = {p.flops: p.loss for p in chosen(dense, seed=at.seed)}
-            if curve and min(curve) <= at.flops <= max(curve):
-                loss = _interpolated(curve, at.flops)
+            loss = loss_at({p.flops: p.loss for p in chosen(dense, seed=at.seed)}, at.flops)
+            if loss is not None:
                 tokens = round(at.flops * dense[0].tokens / dense[0].flops)
                 size_of: dict[str, Any] = {
                     "parameters": dense[0].parameters,
@@ -81,8 +80,13 @@ def with_next_size(points: Sequence[Point]) -> list[Point]:
     return found
 
 
-def _interpolated(curve: Mapping[float, float], flops: float) -> float:
-    """Return the loss on the polynomial through the four nearest points: a straight line lies above a curve."""
+def loss_at(curve: Mapping[float, float], flops: float, beyond: float = 0.0) -> float | None:
+    """Return the loss on the polynomial through the four nearest points: a straight line lies above a curve.
+
+    It is None where nothing was measured, but for this part beyond the ends.
+    """
+    if not curve or not min(curve) / (1 + beyond) <= flops <= max(curve) * (1 + beyond):
+        return None
     near = sorted(curve, key=lambda each: abs(math.log(each / flops)))[:4]
     x = [math.log(each / flops) for each in near]
     return float(np.polyfit(x, [curve[each] for each in near], len(near) - 1)[-1])

@@ -44,33 +44,6 @@ def ranked(points: Sequence[Point]) -> Table:
     return Table(f"Models with experts by loss{WHERE}", words, columns, rows)
 
 
-def best_dense(points: Sequence[Point], first: str) -> Table:
-    """Compare a variant with the dense one that has the lowest loss at each budget, of those with the same FLOPs.
-
-    The seeds that chose the rates choose it too, so that the others do not measure their own choice.
-    """
-    rows, tuned, chose_nothing = [], at_best_rates(points), at_fresh_seeds(points)
-    for size in unique(chose_nothing, "size"):
-        chose = choosing(points, size)
-        dense = [p for p in chosen(tuned, size=size) if p.seed in chose and p.parameters == p.active]
-        sizes = {p.variant: f"{p.variant} ({p.parameters:,})" for p in dense}
-        for budget in sorted(unique(chosen(chose_nothing, variant=first, size=size), "budget")):
-            losses = {variant: [p.loss for p in chosen(dense, variant=variant, budget=budget)] for variant in sizes}
-            means = {variant: statistics.fmean(own) for variant, own in losses.items() if own}
-            best = min(means, key=lambda variant: means[variant], default="")
-            for less in differences(chosen(chose_nothing, budget=budget), first, best, size):
-                others = ", ".join(sizes[variant] for variant in means if variant != best)
-                difference = mean_of(less.values, "+")
-                rows.append([size, short(budget), f"{less.flops:.1e}", sizes[best], others or "–"])
-                rows[-1] += [str(len(less.values)), difference]
-    words = (
-        f"{first} less the dense variant with the lowest loss of the seeds that chose rates, measured by the others, at"
-        " equal FLOPs. In brackets, the parameters."
-    )
-    columns = ("size", "budget", "FLOPs", "best dense", "other dense", "seeds", "difference")
-    return Table(f"{first} and the best dense model{WHERE}", words, columns, rows)
-
-
 def parts(points: Sequence[Point], declared: Mapping[str, Sequence[tuple[str, str]]]) -> Table:
     """Show the mean of two differences, each of variants that differ in one part alone."""
     rows, known = [], {(p.variant, p.size, p.budget, p.seed) for p in points}

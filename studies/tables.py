@@ -9,7 +9,7 @@ from megatron_blackmamba.study.corpus import SOURCES
 from megatron_blackmamba.study.grids import LARGEST, best_rates
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from megatron_blackmamba.study.table import Table
-from studies import differences, fits, fresh
+from studies import differences, fits, fresh, frontier
 from studies.routing import MEANING
 
 TUNED = ", each at its best learning rate"
@@ -25,7 +25,7 @@ def every(
     chose_nothing = fresh.at_fresh_seeds(evidence.points)
     found = [rates(evidence.points), fresh.ranked(chose_nothing), fresh.parts(chose_nothing, parts)]
     found += [compared(chose_nothing, subject, fresh.WHERE) for subject in subjects]
-    found += [fresh.best_dense(evidence.points, subject) for subject in subjects]
+    found += [frontier.sizes(evidence.points, subject) for subject in subjects]
     for points, where in ((tuned, TUNED), (plain, "")):
         found += [compared(points, subject, where) for subject in subjects]
         found += [turns(points, subjects, where), tests(points, subjects, where)]

@@ -78,20 +78,6 @@ def test_one_seed_decides_nothing_between_routers():
     assert {row[-1] for row in rows} == {"lowest", "open"}
 
 
-def test_best_dense_model_is_chosen_by_other_seeds_than_it_is_measured_by():
-    """The seeds that chose rates put `sinkhorn` ahead at 1k and `crossed` at 2k; both lose against `softmax` later."""
-    points = []
-    for budget, best in ((1, "sinkhorn"), (2, "crossed")):
-        for p in simulated(rest=0):
-            dense = p.variant in ("sinkhorn", "crossed")
-            ahead = 0.5 * (p.variant == best and p.seed < 4)
-            own = {"budget": 1000 * budget, "flops": 1e6 * budget, "loss": p.loss - ahead}
-            points.append(replace(p, **own, parameters=500 if dense else 1000))
-    rows = fresh.best_dense(points, "softmax").rows
-    assert [row[3:5] for row in rows] == [["sinkhorn (500)", "crossed (500)"], ["crossed (500)", "sinkhorn (500)"]]
-    assert [row[5:] for row in rows] == [["10", f"{-less:+.3f} ± 0.000"] for less in (GATE + CHOICE, GATE)]
-
-
 @pytest.mark.parametrize("seeds", [2, 3])
 def test_three_fresh_seeds_say_more_than_those_that_chose(seeds):
     """Fewer do not; and each comparison is made once."""

@@ -1,0 +1,80 @@
+"""Sizes of a model with experts against the best dense size: who chooses, who measures, and what is interpolated."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron_blackmamba.study.config import RATE
+from studies import frontier
+from tests.studies.test_differences import point
+
+EXPERTS, DENSE = {"xs": 2000, "s": 8000}, {"xs": 500, "s": 2000}
+AHEAD = 0.1
+"""By how much experts are better than a dense model of as many active parameters."""
+
+
+def law(active, flops):
+    """Return a loss for which the best active size grows with FLOPs: a parabola, as the curves nearly are."""
+    return 4 - 0.4 * math.log(flops / 1e9) + 0.05 * math.log(flops / (4e4 * active**2)) ** 2
+
+
+def simulated(ahead=0.0, fresh=range(4, 10)):
+    """Return points of two sizes with and without experts; one size has other budgets than the other.
+
+    Seeds 1 to 3 try three rates. Their dense models of size xs are ahead by so much more than those of the others.
+    """
+    found = []
+    for seed in (1, 2, 3, *fresh):
+        for size, budgets in (("xs", range(8)), ("s", range(3, 11))):
+            for flops in (2.0**budget * (1e9 if size == "xs" else 1.25e9) for budget in budgets):
+                for variant, total in (("experts", EXPERTS[size]), ("dense", DENSE[size])):
+                    loss = law(DENSE[size], flops) - AHEAD * (variant == "experts") + 0.01 * seed
+                    loss -= ahead * (seed < 4 and (variant, size) == ("dense", "xs"))
+                    own = {"parameters": total, "active": DENSE[size]}
+                    one = replace(point(variant, size, seed, 3, loss, **own), flops=flops, budget=int(flops))
+                    rates = (4e-3, 8e-3, 16e-3) if seed < 4 else (8e-3,)
+                    found += [
+                        replace(one, rate=rate, changed={RATE: rate}, loss=loss + 9 * abs(rate - 8e-3))
+                        for rate in rates
+                    ]
+    return found
+
+
+def rows_at(points, flops):
+    return {row[1].split(" (")[0]: row[2:] for row in frontier.sizes(points, "experts").rows if row[0] == flops}
+
+
+def test_each_size_meets_the_best_dense_size():
+    """At 1.6e10 FLOPs the small models are best, at 1.3e11 the large ones; between budgets, curves are interpolated."""
+    points = simulated()
+    for flops, best in ((1.6e10, "xs"), (1.28e11, "s")):
+        found = rows_at(points, f"{flops:.1e}")
+        lowest = law(DENSE[best], flops)
+        assert law(DENSE[best], flops) == min(law(active, flops) for active in DENSE.values())
+        for size in ("xs", "s"):
+            dense, seeds, difference, said = found[f"experts, {size}"]
+            assert dense.startswith(f"dense, {best} (") and dense.endswith(", largest)") == (best == "s")
+            true = law(DENSE[size], flops) - AHEAD - lowest
+            assert float(difference.split(" ± ")[0].replace("−", "-")) == pytest.approx(true, abs=6e-4)
+            assert (seeds, said) == ("6", "best size" if size == best else "")
+
+
+def test_seeds_that_chose_measure_nothing():
+    """They see the small dense model far ahead, and choose it; the others measure by how much it is behind."""
+    at = 1.28e11
+    dense, _, difference, _ = rows_at(simulated(ahead=3.0), f"{at:.1e}")["experts, s"]
+    assert dense == "dense, xs (500)"
+    assert float(difference.split(" ± ")[0]) == pytest.approx(law(2000, at) - AHEAD - law(500, at), abs=6e-4)
+
+
+def test_sizes_that_do_not_reach_the_flops_are_left_out():
+    points = simulated()
+    assert [*rows_at(points, "1.0e+09")] == ["experts, xs"]  # the large ones begin at 1e10
+    assert [*rows_at(points, "1.3e+12")] == ["experts, s"]  # the small ones end at 1.28e11
+
+
+def test_few_seeds_or_one_size_say_nothing():
+    assert frontier.sizes(simulated(fresh=[4, 5]), "experts").rows == []
+    assert frontier.sizes([p for p in simulated() if p.size == "xs"], "experts").rows == []
+    assert frontier.sizes(simulated(), "dense").rows == []
