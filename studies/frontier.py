@@ -1,26 +1,52 @@
 """The lowest loss at equal training FLOPs over the sizes tried, of models with experts and of dense ones."""
 
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron_blackmamba.report.confidence import mean_of
+import numpy as np
+
+from megatron_blackmamba.report.charts import Chart, Line, Lines
+from megatron_blackmamba.report.confidence import half_interval, mean_of
 from megatron_blackmamba.study.grids import choosing
 from megatron_blackmamba.study.points import Point, unique
 from megatron_blackmamba.study.table import Table
 from studies.fits import at_best_rates, loss_at
-from studies.fresh import WHERE
+from studies.fresh import WHERE, at_fresh_seeds
+from studies.picture import zero
 
 WHOLE_BATCHES = 0.005
 """By how much FLOPs of one budget may differ between models, since a budget is whole batches."""
 FEWEST = 3
 """Seeds that measure a difference."""
 
-Model = tuple[str, str]
-"""Variant and size."""
+
+class Model(NamedTuple):
+    """A variant of one size, and its parameters in all."""
+
+    variant: str
+    size: str
+    parameters: int
 
 
-def sizes(points: Sequence[Point], first: str) -> Table:
-    """Compare each size of a variant with the best dense model, at the FLOPs of each of its budgets.
+@dataclass(frozen=True)
+class Against:
+    """A size of a variant and the best dense model, at some FLOPs."""
+
+    flops: float
+    model: Model
+    dense: Model
+    values: tuple[float, ...]
+    """Loss of the one less that of the other, by seed."""
+    is_best: bool
+    """Whether no other size of the variant has a lower loss."""
+    largest: tuple[bool, bool]
+    """Whether each of the two is the largest of its kind, so that a larger one may be better."""
+
+
+def compared(points: Sequence[Point], first: str) -> Iterator[Against]:
+    """Yield each size of a variant with experts and the best dense model, at the FLOPs of each of its budgets.
 
     The seeds that chose the rates choose the best models too, so that the others do not measure their own choice.
     """
@@ -28,21 +54,28 @@ def sizes(points: Sequence[Point], first: str) -> Table:
     chose = set().union(*(choosing(points, size) for size in unique(points, "size")))
     curves: dict[Model, dict[int, dict[float, float]]] = {}
     for p in tuned:
-        curves.setdefault((p.variant, p.size), {}).setdefault(p.seed, {})[p.flops] = p.loss
-    parameters = {(p.variant, p.size): p.parameters for p in tuned}
+        curves.setdefault(_model(p), {}).setdefault(p.seed, {})[p.flops] = p.loss
     experts = {p.variant for p in tuned if p.parameters > p.active}
-    rows, own = [], [p for p in tuned if p.variant == first and first in experts]
+    own = [p for p in tuned if p.variant == first and first in experts]
     for flops in sorted(unique(own, "flops")) if len(unique(own, "size")) > 1 else ():
         at = {model: _losses_at(by_seed, flops) for model, by_seed in curves.items()}
         at = {model: losses for model, losses in at.items() if len(losses.keys() - chose) >= FEWEST}
-        ours = _means([model for model in at if model[0] == first], at, chose)
-        dense = _means([model for model in at if model[0] not in experts], at, chose)
+        ours = _means((model for model in at if model.variant == first), at, chose)
+        dense = _means((model for model in at if model.variant not in experts), at, chose)
         for model in ours if dense else ():
             best = min(dense, key=lambda each: dense[each])
-            less = [loss - at[best][seed] for seed, loss in at[model].items() if seed not in chose and seed in at[best]]
-            names = (_name(model, ours, parameters), _name(best, dense, parameters))
-            said = "best size" if ours[model] == min(ours.values()) else ""
-            rows.append([f"{flops:.1e}", *names, str(len(less)), mean_of(less, "+"), said])
+            values = [at[model][seed] - at[best][seed] for seed in sorted(at[model].keys() & at[best].keys() - chose)]
+            largest = _is_largest(model, ours), _is_largest(best, dense)
+            yield Against(flops, model, best, tuple(values), ours[model] == min(ours.values()), largest)
+
+
+def table(points: Sequence[Point], first: str) -> Table:
+    """Show the differences, and which models they are of."""
+    rows = [
+        [f"{one.flops:.1e}", _name(one.model, one.largest[0]), _name(one.dense, one.largest[1]), str(len(one.values))]
+        + [mean_of(one.values, "+"), "best size" if one.is_best else ""]
+        for one in compared(points, first)
+    ]
     words = (
         f"Loss of {first} less that of the dense model that has the lowest loss of those with as many FLOPs, of any"
         " size. In brackets, the parameters; the largest model with these FLOPs is marked, since a larger one may be"
@@ -50,6 +83,37 @@ def sizes(points: Sequence[Point], first: str) -> Table:
     )
     columns = ("FLOPs", first, "best dense", "seeds", "difference", f"of {first}")
     return Table(f"{first} and the best dense model{WHERE}", words, columns, rows)
+
+
+def charts(points: Sequence[Point], first: str, names: Mapping[str, str]) -> list[Chart]:
+    """Draw the losses of all sizes over FLOPs, and the differences from the best dense one; nothing without them."""
+    found = [*compared(points, first)]
+    if not found:
+        return []
+    ends = found[0].flops / (1 + WHOLE_BATCHES), found[-1].flops * (1 + WHOLE_BATCHES)
+    shown = [p for p in at_fresh_seeds(points) if ends[0] <= p.flops <= ends[1]]
+    models = [model for model in dict.fromkeys(map(_model, shown)) if model in {each.dense for each in found}]
+    sizes = sorted({each.model for each in found}, key=lambda each: each.parameters)
+    losses = [
+        Line(_label(model, names, first), *_mean_curve(shown, model), colour=i, dashed=model in sizes)
+        for i, model in enumerate([*sizes, *sorted(models, key=lambda each: each.parameters)])
+    ]
+    changes = []
+    for i, model in enumerate(sizes):
+        own = [each for each in found if each.model == model]
+        mean = np.array([statistics.fmean(each.values) for each in own])
+        half = np.array([half_interval(each.values) or 0.0 for each in own])
+        name, x = _label(model, names, first), [each.flops for each in own]
+        changes.append(Line(name, x, mean, mean - half, mean + half, colour=i, dashed=True))
+    label, worse = "training FLOPs", zero(changes, "experts are worse above, better below")
+    return [
+        Lines("Validation loss of every size, in nats", losses, x_label=label, log=True),
+        Lines("Loss with experts, less that of the best dense size", [*changes, *worse], x_label=label, log=True),
+    ]
+
+
+def _model(point: Point) -> Model:
+    return Model(point.variant, point.size, point.parameters)
 
 
 def _losses_at(by_seed: Mapping[int, Mapping[float, float]], flops: float) -> dict[int, float]:
@@ -63,6 +127,23 @@ def _means(models: Iterable[Model], at: Mapping[Model, Mapping[int, float]], cho
     return {model: statistics.fmean(own) for model, own in losses.items() if own}
 
 
-def _name(model: Model, others: Collection[Model], parameters: Mapping[Model, int]) -> str:
-    largest = len(others) > 1 and parameters[model] == max(parameters[each] for each in others)
-    return f"{model[0]}, {model[1]} ({parameters[model]:,}{', largest' if largest else ''})"
+def _is_largest(model: Model, others: Collection[Model]) -> bool:
+    return len(others) > 1 and model.parameters == max(each.parameters for each in others)
+
+
+def _name(model: Model, largest: bool) -> str:
+    return f"{model.variant}, {model.size} ({model.parameters:,}{', largest' if largest else ''})"
+
+
+def _label(model: Model, names: Mapping[str, str], first: str) -> str:
+    kind = names.get(model.variant, model.variant) if model.variant == first else "dense"
+    return f"{kind}: {model.parameters / 1e6:.2g}M parameters"
+
+
+def _mean_curve(points: Sequence[Point], model: Model) -> tuple[list[float], list[float]]:
+    """Return FLOPs and the mean loss over the seeds there."""
+    losses: dict[float, list[float]] = {}
+    for p in points:
+        if _model(p) == model:
+            losses.setdefault(p.flops, []).append(p.loss)
+    return sorted(losses), [statistics.fmean(losses[flops]) for flops in sorted(losses)]

@@ -25,7 +25,7 @@ def every(
     chose_nothing = fresh.at_fresh_seeds(evidence.points)
     found = [rates(evidence.points), fresh.ranked(chose_nothing), fresh.parts(chose_nothing, parts)]
     found += [compared(chose_nothing, subject, fresh.WHERE) for subject in subjects]
-    found += [frontier.sizes(evidence.points, subject) for subject in subjects]
+    found += [frontier.table(evidence.points, subject) for subject in subjects]
     for points, where in ((tuned, TUNED), (plain, "")):
         found += [compared(points, subject, where) for subject in subjects]
         found += [turns(points, subjects, where), tests(points, subjects, where)]

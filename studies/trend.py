@@ -14,7 +14,7 @@ from megatron_blackmamba.study.page import Report
 from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, unique
 from megatron_blackmamba.study.runs import Study
 from megatron_blackmamba.study.table import Table
-from studies import differences, fits, fresh, picture, routing, tables
+from studies import differences, fits, fresh, frontier, picture, routing, tables
 from studies.picture import curve_of, zero
 
 measure = routing.measure
@@ -28,6 +28,7 @@ def report(study: Study, found: Evidence) -> Report:
     ends, decided = compared(shown), [*decisions(found, primary)]
     lines = [*map(_in_words, ends)]
     several, alone = _differences(shown)
+    sizes = frontier.charts(shown.points, found.first, pictured)
     more = html.folded("Variants of one seed", html.figures(alone)) if alone else ""
     in_words = html.folded(
         f"The {len(lines)} comparisons in words", "".join(f"<p>{escape(line)}</p>" for line in lines)
@@ -36,13 +37,15 @@ def report(study: Study, found: Evidence) -> Report:
         html.section("Answer", [*_forests(ends)], f"Mean loss of {found.first} less that of the other, at equal FLOPs"
                      f" and the largest budget: below zero, {found.first} is better. Bars are 95% confidence intervals"
                      " over the seeds; a dot without one is of one seed.") + in_words,
+        html.section("Every size", sizes, "Means over the seeds that chose no learning rate, and 95% confidence"
+                     " intervals.") if sizes else "",
         html.section("Differences", several, "Below zero, the first variant is better. Bands are 95%"
                      " confidence intervals over the seeds. The variants of a seed share the order of the data.")
         + more,
         html.section("Loss over training FLOPs", [*_losses(shown.plain)], "Means over the seeds."),
         *tables.every(shown, subjects or [found.first], study.config.parts),
     ]  # fmt: skip
-    pictures = {found.name: picture.charts(shown, pictured)}
+    pictures = {found.name: picture.charts(shown, pictured), f"{found.name}_sizes": sizes}
     return Report([progress(found), *decided, *lines], parts, pictures, decided or [*_answers(ends)])
 
 

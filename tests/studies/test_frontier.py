@@ -42,7 +42,7 @@ def simulated(ahead=0.0, fresh=range(4, 10)):
 
 
 def rows_at(points, flops):
-    return {row[1].split(" (")[0]: row[2:] for row in frontier.sizes(points, "experts").rows if row[0] == flops}
+    return {row[1].split(" (")[0]: row[2:] for row in frontier.table(points, "experts").rows if row[0] == flops}
 
 
 def test_each_size_meets_the_best_dense_size():
@@ -75,6 +75,20 @@ def test_sizes_that_do_not_reach_the_flops_are_left_out():
 
 
 def test_few_seeds_or_one_size_say_nothing():
-    assert frontier.sizes(simulated(fresh=[4, 5]), "experts").rows == []
-    assert frontier.sizes([p for p in simulated() if p.size == "xs"], "experts").rows == []
-    assert frontier.sizes(simulated(), "dense").rows == []
+    assert frontier.table(simulated(fresh=[4, 5]), "experts").rows == []
+    assert frontier.table([p for p in simulated() if p.size == "xs"], "experts").rows == []
+    assert frontier.table(simulated(), "dense").rows == []
+
+
+def test_picture_shows_every_size_and_what_experts_change():
+    losses, changes = frontier.charts(simulated(), "experts", {"experts": "8 experts", "dense": "dense Mamba"})
+    assert [line.name for line in losses.curves] == [
+        *("8 experts: 0.002M parameters", "8 experts: 0.008M parameters"),
+        *("dense: 0.0005M parameters", "dense: 0.002M parameters"),
+    ]
+    small = losses.curves[2]
+    assert small.y == pytest.approx([law(500, flops) + 0.065 for flops in small.x])  # the mean of seeds 4 to 9
+    assert max(line.x[-1] for line in losses.curves) == 1.28e12  # where experts and dense models end
+    first, second, worse = changes.curves
+    assert [len(first.x), len(second.x)] == [12, 12] and second.x[0] == 1e10 and set(worse.y) == {0}
+    assert frontier.charts(simulated(), "dense", {}) == []
