@@ -90,21 +90,26 @@ def charts(points: Sequence[Point], first: str, names: Mapping[str, str]) -> lis
     found = [*compared(points, first)]
     if not found:
         return []
-    ends = found[0].flops / (1 + WHOLE_BATCHES), found[-1].flops * (1 + WHOLE_BATCHES)
-    shown = [p for p in at_fresh_seeds(points) if ends[0] <= p.flops <= ends[1]]
-    models = [model for model in dict.fromkeys(map(_model, shown)) if model in {each.dense for each in found}]
-    sizes = sorted({each.model for each in found}, key=lambda each: each.parameters)
+    shown = [p for p in at_fresh_seeds(points) if p.flops < 2 * found[-1].flops]
+    all_dense = {_model(p) for p in shown if p.parameters == p.active}
+    sizes, dense = (
+        sorted(models, key=lambda each: each.parameters) for models in ({each.model for each in found}, all_dense)
+    )
+    kinds = [names.get(first, first)] * len(sizes) + [names.get(dense[0].variant, dense[0].variant)] * len(dense)
+    labels = [
+        f"{kind}: {model.parameters / 1e6:.2g}M parameters" for kind, model in zip(kinds, [*sizes, *dense], strict=True)
+    ]
     losses = [
-        Line(_label(model, names, first), *_mean_curve(shown, model), colour=i, dashed=model in sizes)
-        for i, model in enumerate([*sizes, *sorted(models, key=lambda each: each.parameters)])
+        Line(labels[i], *_mean_curve(shown, model), colour=i, dashed=model in sizes)
+        for i, model in enumerate([*sizes, *dense])
     ]
     changes = []
     for i, model in enumerate(sizes):
         own = [each for each in found if each.model == model]
         mean = np.array([statistics.fmean(each.values) for each in own])
         half = np.array([half_interval(each.values) or 0.0 for each in own])
-        name, x = _label(model, names, first), [each.flops for each in own]
-        changes.append(Line(name, x, mean, mean - half, mean + half, colour=i, dashed=True))
+        x = [each.flops for each in own]
+        changes.append(Line(labels[i], x, mean, mean - half, mean + half, colour=i, dashed=True))
     label, worse = "training FLOPs", zero(changes, "experts are worse above, better below")
     return [
         Lines("Validation loss of every size, in nats", losses, x_label=label, log=True),
@@ -133,11 +138,6 @@ def _is_largest(model: Model, others: Collection[Model]) -> bool:
 
 def _name(model: Model, largest: bool) -> str:
     return f"{model.variant}, {model.size} ({model.parameters:,}{', largest' if largest else ''})"
-
-
-def _label(model: Model, names: Mapping[str, str], first: str) -> str:
-    kind = names.get(model.variant, model.variant) if model.variant == first else "dense"
-    return f"{kind}: {model.parameters / 1e6:.2g}M parameters"
 
 
 def _mean_curve(points: Sequence[Point], model: Model) -> tuple[list[float], list[float]]:

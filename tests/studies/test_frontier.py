@@ -84,7 +84,7 @@ def test_picture_shows_every_size_and_what_experts_change():
     losses, changes = frontier.charts(simulated(), "experts", {"experts": "8 experts", "dense": "dense Mamba"})
     assert [line.name for line in losses.curves] == [
         *("8 experts: 0.002M parameters", "8 experts: 0.008M parameters"),
-        *("dense: 0.0005M parameters", "dense: 0.002M parameters"),
+        *("dense Mamba: 0.0005M parameters", "dense Mamba: 0.002M parameters"),
     ]
     small = losses.curves[2]
     assert small.y == pytest.approx([law(500, flops) + 0.065 for flops in small.x])  # the mean of seeds 4 to 9
