@@ -45,7 +45,7 @@ def report(study: Study, found: Evidence) -> Report:
         html.section("Loss over training FLOPs", [*_losses(shown.plain)], "Means over the seeds."),
         *tables.every(shown, subjects or [found.first], study.config.parts),
     ]  # fmt: skip
-    pictures = {found.name: picture.charts(shown, pictured), f"{found.name}_sizes": sizes}
+    pictures = {found.name: sizes or picture.charts(shown, pictured)}
     return Report([progress(found), *decided, *lines], parts, pictures, decided or [*_answers(ends)])
 
 
