@@ -13,7 +13,7 @@ from megatron_blackmamba.study.grids import choosing
 from megatron_blackmamba.study.points import Point, unique
 from megatron_blackmamba.study.table import Table
 from studies.fits import at_best_rates, loss_at
-from studies.fresh import WHERE, at_fresh_seeds
+from studies.fresh import WHERE
 from studies.picture import zero
 
 WHOLE_BATCHES = 0.005
@@ -41,45 +41,48 @@ class Against:
     """Loss of the one less that of the other, by seed."""
     is_best: bool
     """Whether no other size of the variant has a lower loss."""
-    largest: tuple[bool, bool]
-    """Whether each of the two is the largest of its kind, so that a larger one may be better."""
+    edges: tuple[str, str]
+    """Whether each of the two is the smallest or largest of its kind there, so that one beyond may be better."""
 
 
 def compared(points: Sequence[Point], first: str) -> Iterator[Against]:
     """Yield each size of a variant with experts and the best dense model, at the FLOPs of each of its budgets.
 
     The seeds that chose the rates choose the best models too, so that the others do not measure their own choice.
+    Where the largest dense model has no loss, nothing is compared: a smaller one would win for lack of another.
     """
+    chose, curves = _chose(points), dict[Model, dict[int, dict[float, float]]]()
     tuned = at_best_rates(points)
-    chose = set().union(*(choosing(points, size) for size in unique(points, "size")))
-    curves: dict[Model, dict[int, dict[float, float]]] = {}
     for p in tuned:
         curves.setdefault(_model(p), {}).setdefault(p.seed, {})[p.flops] = p.loss
     experts = {p.variant for p in tuned if p.parameters > p.active}
     own = [p for p in tuned if p.variant == first and first in experts]
+    largest = max((model.parameters for model in curves if model.variant not in experts), default=0)
     for flops in sorted(unique(own, "flops")) if len(unique(own, "size")) > 1 else ():
         at = {model: _losses_at(by_seed, flops) for model, by_seed in curves.items()}
-        at = {model: losses for model, losses in at.items() if len(losses.keys() - chose) >= FEWEST}
         ours = _means((model for model in at if model.variant == first), at, chose)
         dense = _means((model for model in at if model.variant not in experts), at, chose)
-        for model in ours if dense else ():
+        for model in ours if any(each.parameters == largest for each in dense) else ():
             best = min(dense, key=lambda each: dense[each])
-            values = [at[model][seed] - at[best][seed] for seed in sorted(at[model].keys() & at[best].keys() - chose)]
-            largest = _is_largest(model, ours), _is_largest(best, dense)
-            yield Against(flops, model, best, tuple(values), ours[model] == min(ours.values()), largest)
+            fresh = sorted((at[model].keys() & at[best].keys()) - chose)
+            values = tuple(at[model][seed] - at[best][seed] for seed in fresh)
+            if len(values) >= FEWEST:
+                edges = _edge(model, ours), _edge(best, dense)
+                yield Against(flops, model, best, values, ours[model] == min(ours.values()), edges)
 
 
 def table(points: Sequence[Point], first: str) -> Table:
     """Show the differences, and which models they are of."""
     rows = [
-        [f"{one.flops:.1e}", _name(one.model, one.largest[0]), _name(one.dense, one.largest[1]), str(len(one.values))]
+        [f"{one.flops:.1e}", _name(one.model, one.edges[0]), _name(one.dense, one.edges[1]), str(len(one.values))]
         + [mean_of(one.values, "+"), "best size" if one.is_best else ""]
         for one in compared(points, first)
     ]
     words = (
         f"Loss of {first} less that of the dense model that has the lowest loss of those with as many FLOPs, of any"
-        " size. In brackets, the parameters; the largest model with these FLOPs is marked, since a larger one may be"
-        " better. Losses between budgets are interpolated. The seeds that chose rates chose the best models too."
+        " size. In brackets, the parameters; the smallest and the largest size with these FLOPs are marked, since one"
+        " beyond may be better. Losses between budgets are interpolated. The seeds that chose rates chose the best"
+        " models too. The intervals do not allow for the number of rows."
     )
     columns = ("FLOPs", first, "best dense", "seeds", "difference", f"of {first}")
     return Table(f"{first} and the best dense model{WHERE}", words, columns, rows)
@@ -87,38 +90,41 @@ def table(points: Sequence[Point], first: str) -> Table:
 
 def charts(points: Sequence[Point], first: str, names: Mapping[str, str]) -> list[Chart]:
     """Draw the losses of all sizes over FLOPs, and the differences from the best dense one; nothing without them."""
-    found = [*compared(points, first)]
-    if not found:
+    if not (found := [*compared(points, first)]):
         return []
-    shown = [p for p in at_fresh_seeds(points) if p.flops < 2 * found[-1].flops]
-    all_dense = {_model(p) for p in shown if p.parameters == p.active}
-    sizes, dense = (
-        sorted(models, key=lambda each: each.parameters) for models in ({each.model for each in found}, all_dense)
-    )
-    kinds = [names.get(first, first)] * len(sizes) + [names.get(dense[0].variant, dense[0].variant)] * len(dense)
-    labels = [
-        f"{kind}: {model.parameters / 1e6:.2g}M parameters" for kind, model in zip(kinds, [*sizes, *dense], strict=True)
-    ]
-    losses = [
-        Line(labels[i], *_mean_curve(shown, model), colour=i, dashed=model in sizes)
-        for i, model in enumerate([*sizes, *dense])
-    ]
-    changes = []
-    for i, model in enumerate(sizes):
-        own = [each for each in found if each.model == model]
+    chose = _chose(points)
+    shown = [p for p in at_best_rates(points) if p.seed not in chose and p.flops < 2 * found[-1].flops]
+    alike: dict[str, list[Model]] = {}  # one model may stand for two sizes of the study, with other budgets
+    for model in sorted({each.model for each in found}, key=_parameters) + sorted(
+        {_model(p) for p in shown if p.parameters == p.active}, key=_parameters
+    ):
+        label = f"{names.get(model.variant, model.variant)}: {model.parameters / 1e6:.2g}M parameters"
+        alike.setdefault(label, []).append(model)
+    losses, changes = [], []
+    for i, (label, models) in enumerate(alike.items()):
+        own = [each for each in found if each.model in models]
+        losses.append(Line(label, *_mean_curve(shown, models), colour=i, dashed=bool(own)))
         mean = np.array([statistics.fmean(each.values) for each in own])
         half = np.array([half_interval(each.values) or 0.0 for each in own])
         x = [each.flops for each in own]
-        changes.append(Line(labels[i], x, mean, mean - half, mean + half, colour=i, dashed=True))
-    label, worse = "training FLOPs", zero(changes, "experts are worse above, better below")
+        changes.append(Line(label, x, mean, mean - half, mean + half, colour=i, dashed=True))
+    x_label, worse = "training FLOPs", zero(changes, "experts are worse above, better below")
     return [
-        Lines("Validation loss of every size, in nats", losses, x_label=label, log=True),
-        Lines("Loss with experts, less that of the best dense size", [*changes, *worse], x_label=label, log=True),
+        Lines("Validation loss of every size, in nats", losses, x_label=x_label, log=True),
+        Lines("Loss with experts, less that of the best dense size", [*changes, *worse], x_label=x_label, log=True),
     ]
+
+
+def _chose(points: Sequence[Point]) -> set[int]:
+    return set().union(*(choosing(points, size) for size in unique(points, "size")))
 
 
 def _model(point: Point) -> Model:
     return Model(point.variant, point.size, point.parameters)
+
+
+def _parameters(model: Model) -> int:
+    return model.parameters
 
 
 def _losses_at(by_seed: Mapping[int, Mapping[float, float]], flops: float) -> dict[int, float]:
@@ -127,23 +133,27 @@ def _losses_at(by_seed: Mapping[int, Mapping[float, float]], flops: float) -> di
 
 
 def _means(models: Iterable[Model], at: Mapping[Model, Mapping[int, float]], chose: set[int]) -> dict[Model, float]:
-    """Return the mean loss over the choosing seeds, of the models that have any."""
-    losses = {model: [loss for seed, loss in at[model].items() if seed in chose] for model in models}
-    return {model: statistics.fmean(own) for model, own in losses.items() if own}
+    """Return the mean loss of the models with enough fresh seeds, over the choosing seeds that all of these have."""
+    known = [model for model in models if len(at[model].keys() - chose) >= FEWEST]
+    shared = set.intersection(chose, *(set(at[model]) for model in known))
+    return {model: statistics.fmean(at[model][seed] for seed in shared) for model in known if shared}
 
 
-def _is_largest(model: Model, others: Collection[Model]) -> bool:
-    return len(others) > 1 and model.parameters == max(each.parameters for each in others)
+def _edge(model: Model, others: Collection[Model]) -> str:
+    sizes = {each.parameters for each in others}
+    if len(sizes) == 1:
+        return "the only size"
+    return {min(sizes): "smallest", max(sizes): "largest"}.get(model.parameters, "")
 
 
-def _name(model: Model, largest: bool) -> str:
-    return f"{model.variant}, {model.size} ({model.parameters:,}{', largest' if largest else ''})"
+def _name(model: Model, edge: str) -> str:
+    return f"{model.variant}, {model.size} ({model.parameters:,}{edge and f', {edge}'})"
 
 
-def _mean_curve(points: Sequence[Point], model: Model) -> tuple[list[float], list[float]]:
+def _mean_curve(points: Sequence[Point], models: Collection[Model]) -> tuple[list[float], list[float]]:
     """Return FLOPs and the mean loss over the seeds there."""
     losses: dict[float, list[float]] = {}
     for p in points:
-        if _model(p) == model:
+        if _model(p) in models:
             losses.setdefault(p.flops, []).append(p.loss)
     return sorted(losses), [statistics.fmean(losses[flops]) for flops in sorted(losses)]

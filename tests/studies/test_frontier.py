@@ -54,7 +54,7 @@ def test_each_size_meets_the_best_dense_size():
         assert law(DENSE[best], flops) == min(law(active, flops) for active in DENSE.values())
         for size in ("xs", "s"):
             dense, seeds, difference, said = found[f"experts, {size}"]
-            assert dense.startswith(f"dense, {best} (") and dense.endswith(", largest)") == (best == "s")
+            assert dense == {"xs": "dense, xs (500, smallest)", "s": "dense, s (2,000, largest)"}[best]
             true = law(DENSE[size], flops) - AHEAD - lowest
             assert float(difference.split(" ± ")[0].replace("−", "-")) == pytest.approx(true, abs=6e-4)
             assert (seeds, said) == ("6", "best size" if size == best else "")
@@ -64,18 +64,30 @@ def test_seeds_that_chose_measure_nothing():
     """They see the small dense model far ahead, and choose it; the others measure by how much it is behind."""
     at = 1.28e11
     dense, _, difference, _ = rows_at(simulated(ahead=3.0), f"{at:.1e}")["experts, s"]
-    assert dense == "dense, xs (500)"
+    assert dense == "dense, xs (500, smallest)"
     assert float(difference.split(" ± ")[0]) == pytest.approx(law(2000, at) - AHEAD - law(500, at), abs=6e-4)
 
 
-def test_sizes_that_do_not_reach_the_flops_are_left_out():
+def test_nothing_is_compared_where_the_largest_dense_size_lacks():
+    """A smaller one would be best for lack of another: at 1e9, and beyond the end of the largest."""
     points = simulated()
-    assert [*rows_at(points, "1.0e+09")] == ["experts, xs"]  # the large ones begin at 1e10
-    assert [*rows_at(points, "1.3e+12")] == ["experts, s"]  # the small ones end at 1.28e11
+    assert rows_at(points, "1.0e+09") == {} and [*rows_at(points, "1.3e+12")] == ["experts, s"]
+    assert rows_at(points, "1.3e+12")["experts, s"][0] == "dense, s (2,000, the only size)"
+    ended = [p for p in points if (p.variant, p.size) != ("dense", "s") or p.flops < 5e10]
+    assert [rows_at(ended, flops) == {} for flops in ("4.0e+10", "6.4e+10", "1.3e+11")] == [False, True, True]
+
+
+def test_best_models_are_chosen_by_the_same_seeds():
+    """Seed 3 has a loss higher by 5; only the large dense model has it, which would seem the worse one."""
+    points = [replace(p, loss=p.loss + 5 * (p.seed == 3)) for p in simulated()]
+    some = [p for p in points if p.seed != 3 or (p.variant, p.size) == ("dense", "s")]
+    assert rows_at(some, "1.3e+11")["experts, s"][0] == "dense, s (2,000, largest)"
 
 
 def test_few_seeds_or_one_size_say_nothing():
     assert frontier.table(simulated(fresh=[4, 5]), "experts").rows == []
+    apart = [p for p in simulated() if p.seed < 4 or (p.seed < 7) == (p.variant == "experts")]
+    assert frontier.table(apart, "experts").rows == [] == frontier.charts(apart, "experts", {})
     assert frontier.table([p for p in simulated() if p.size == "xs"], "experts").rows == []
     assert frontier.table(simulated(), "dense").rows == []
 
@@ -90,5 +102,18 @@ def test_picture_shows_every_size_and_what_experts_change():
     assert small.y == pytest.approx([law(500, flops) + 0.065 for flops in small.x])  # the mean of seeds 4 to 9
     assert max(line.x[-1] for line in losses.curves) == 1.28e12  # where experts and dense models end
     first, second, worse = changes.curves
-    assert [len(first.x), len(second.x)] == [12, 12] and second.x[0] == 1e10 and set(worse.y) == {0}
+    assert [len(first.x), len(second.x)] == [8, 12] and second.x[0] == 1e10 and set(worse.y) == {0}
     assert frontier.charts(simulated(), "dense", {}) == []
+
+
+def test_one_model_of_two_sizes_is_one_curve():
+    """The dense model of size s stands in the study as another variant of size xs too."""
+    points = [
+        replace(p, variant="dense_too", size="xs")
+        if p.seed > 6 and p.parameters == 2000 and p.variant == "dense"
+        else p
+        for p in simulated()
+    ]
+    names = {"dense": "dense Mamba", "dense_too": "dense Mamba"}
+    losses, _ = frontier.charts(points, "experts", names)
+    assert [line.name for line in losses.curves].count("dense Mamba: 0.002M parameters") == 1
