@@ -92,7 +92,7 @@ def turns(points: Sequence[Point], subjects: Sequence[str], where: str = "") -> 
             rows.append([f"{first} − {other}", size, ", ".join([*([seeds] if seeds else []), *whole]), mean + band])
     words = (
         "Tokens per parameter of the first variant. Better from or up to: the geometric mean of the seeds that turn,"
-        " and its 95% interval if all do. Without: seeds without such a turn, worse or better at the largest budget."
+        " and its 95% interval if all do. Without: seeds without such a turn, worse or better at their largest budget."
     )
     return Table(f"Turns{where}", words, ("comparison", "size", "each seed", "better"), rows)
 

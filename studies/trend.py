@@ -1,6 +1,7 @@
 """The page, the summary and the picture of a study on trunks and branches, made from its points alone."""
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +47,9 @@ def report(study: Study, found: Evidence) -> Report:
         *tables.every(shown, subjects or [found.first], study.config.parts),
     ]  # fmt: skip
     pictures = {found.name: sizes or picture.charts(shown, pictured)}
-    return Report([progress(found), *decided, *lines], parts, pictures, decided or [*_answers(ends)])
+    return Report(
+        [progress(found), *decided, *diverged(shown.points), *lines], parts, pictures, decided or [*_answers(ends)]
+    )
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,18 @@ def compared(evidence: Evidence) -> list[Compared]:
     for some, (where, seeds) in zip(sets, TELLING.items(), strict=True):
         points, first = fits.with_next_size(some), evidence.first
         for other, size in itertools.product(unique(points, "variant"), unique(points, "size")):
-            cross = fits.crossing(points, first, other, size)
-            if cross and other != first and (other, size) not in found:
-                last = fits.differences(points, first, other, size)[-1]
-                if len(last.values) >= seeds:
-                    found[other, size] = Compared(first, other, size, last, cross, where)
+            own = fits.differences(points, first, other, size)
+            if own and other != first and (other, size) not in found and len(own[-1].values) >= seeds:
+                ended = _with_budget(_with_budget(points, first, own[-1]), other, own[-1])
+                if cross := fits.crossing(ended, first, other, size):
+                    found[other, size] = Compared(first, other, size, own[-1], cross, where)
     return [*found.values()]
+
+
+def _with_budget(points: Sequence[Point], variant: str, last: fits.Difference) -> list[Point]:
+    """Return the points of the seeds with which a variant has reached a budget: the others may still turn."""
+    seeds = {p.seed for p in chosen(points, variant=variant, size=last.size, budget=last.budget)}
+    return [p for p in points if p.seed in seeds]
 
 
 def _forests(ends: Sequence[Compared]) -> Iterator[Chart]:
@@ -106,6 +115,15 @@ def progress(evidence: Evidence) -> str:
     """Return a line about how many points are finished."""
     hours = sum(point.seconds for point in evidence.points) / 3600
     return f"{len(evidence.points)} of {evidence.planned} planned points are finished, {hours:.1f} hours of steps."
+
+
+def diverged(points: Sequence[Point]) -> Iterator[str]:
+    """Yield which seeds a model has lost: a mean without them is that of the lucky ones."""
+    lost: dict[tuple[str, str, float], set[int]] = {}
+    for p in (p for p in points if not math.isfinite(p.loss)):
+        lost.setdefault((p.variant, p.size, p.rate), set()).add(p.seed)
+    for (variant, size, rate), seeds in lost.items():
+        yield f"{variant}, size {size}, rate {rate:g} diverged with seeds {sorted(seeds)}: no mean has these losses."
 
 
 def decisions(evidence: Evidence, primary: Sequence[PrimaryConfig]) -> Iterator[str]:

@@ -89,6 +89,13 @@ def test_three_fresh_seeds_say_more_than_those_that_chose(seeds):
     assert [each.other for each in found] == ["crossed", "sinkhorn", "sinkhorn_crossed"]
 
 
+def test_diverged_seeds_are_named():
+    points = [replace(p, loss=math.nan) if (p.variant, p.seed) == ("softmax", 9) else p for p in simulated()]
+    assert [*trend.diverged(points)] == [
+        "softmax, size xs, rate 0.008 diverged with seeds [9]: no mean has these losses."
+    ]
+
+
 def test_parts_name_variants_of_the_study(tmp_path):
     with pytest.raises(StudyError, match=r"parts\.gate: nothing is no variant of this study"):
         study_of(tmp_path, parts={"gate": [["nothing", "softmax"]]})
