@@ -78,6 +78,7 @@ def test_losses_of_waiting_comparisons_are_sealed(tmp_path, capsys):
         assert said.startswith(f"{count + 6} of 20 planned points are finished")
         assert [text.count("(3 seeds)") > 0 for text in (said, page)] == [not whole] * 2
         assert ("The difference is -2." in said) == whole
+        assert said.index("Declared: ") < said.index("experts − dense, size")
     lost = [replace(p, loss=math.nan) if p.seed == 4 else p for p in fresh]
     assert differences.decide(lost, DECLARED).verdict == "open, the loss of a run is not finite"
 

@@ -84,9 +84,15 @@ def test_best_models_are_chosen_by_the_same_seeds():
     assert rows_at(some, "1.3e+11")["experts, s"][0] == "dense, s (2,000, largest)"
 
 
+def test_models_without_measuring_seeds_are_no_candidates():
+    """The small dense model seems far ahead, but no seed measures it."""
+    some = [p for p in simulated(ahead=3.0) if p.seed < 4 or (p.variant, p.size) != ("dense", "xs")]
+    assert rows_at(some, "1.3e+11")["experts, s"][0] == "dense, s (2,000, the only size)"
+
+
 def test_few_seeds_or_one_size_say_nothing():
     assert frontier.table(simulated(fresh=[4, 5]), "experts").rows == []
-    apart = [p for p in simulated() if p.seed < 4 or (p.seed < 7) == (p.variant == "experts")]
+    apart = [p for p in simulated() if p.seed in (1, 2, 3, 7) or (p.seed < 7) == (p.variant == "experts")]  # share one
     assert frontier.table(apart, "experts").rows == [] == frontier.charts(apart, "experts", {})
     assert frontier.table([p for p in simulated() if p.size == "xs"], "experts").rows == []
     assert frontier.table(simulated(), "dense").rows == []
