@@ -279,6 +279,7 @@ train() {
     [ "$TIME_IS_UP" -eq 1 ] || wait "$step" # a signal before the wait would not end it
     STATUS=$?
     if [ "$TIME_IS_UP" -eq 1 ]; then # the signal ended the wait, not the step
+        sleep 1 # a step that just begins does not ignore it yet, and would be killed
         while kill -USR1 "$step" 2>/dev/null; do
             for _ in 1 2 3 4 5; do
                 sleep 1

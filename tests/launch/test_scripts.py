@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -203,8 +205,11 @@ def test_time_limit_reaches_a_step_that_just_begins(start, tmp_path):
     touch = f'#!/bin/bash\n{shutil.which("touch")} "$@"\n'
     (tmp_path / "bin/touch").write_text(touch + 'case "$*" in */logs/42/try) kill -USR1 $PPID ;; esac\n')
     (tmp_path / "bin/touch").chmod(0o755)
-    saves = 'trap "touch $RUN_FOLDER/requeue; exit 75" USR1; for try in {1..300}; do sleep 0.1; done; exit 1'
-    train = f"exec env --default-signal=USR1 bash -c '{saves}'"  # bash cannot trap what it was started to ignore
+    saves = """import os, signal, time
+def save(*_): open(os.environ["RUN_FOLDER"] + "/requeue", "w").close(); os._exit(75)
+signal.signal(signal.SIGUSR1, save)
+time.sleep(60)"""
+    train = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(saves)}"  # it ignores the signal until it handles it
     done = start(SRUN=f'{CHECKS}case " $* " in *" train "*) {train} ;; esac', PREFLIGHT="nodes")
     assert "asking the run to save" in done.stdout and "training failed" not in done.stdout
     assert "requeueing job 42" in done.stdout

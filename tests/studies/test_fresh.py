@@ -79,7 +79,7 @@ def test_one_seed_decides_nothing_between_routers():
 
 
 @pytest.mark.parametrize("seeds", [2, 3])
-def test_three_fresh_seeds_say_more_than_those_that_chose(seeds):
+def test_three_fresh_seeds_replace_those_that_chose(seeds):
     """Fewer do not; and each comparison is made once."""
     points = simulated(seeds=range(4, 4 + seeds))
     found = trend.compared(Evidence("x", "y", "softmax", 99, {}, tuple(points)))

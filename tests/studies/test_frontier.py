@@ -68,7 +68,7 @@ def test_seeds_that_chose_measure_nothing():
     assert float(difference.split(" ± ")[0]) == pytest.approx(law(2000, at) - AHEAD - law(500, at), abs=6e-4)
 
 
-def test_nothing_is_compared_where_the_largest_dense_size_lacks():
+def test_nothing_is_compared_without_the_largest_size():
     """A smaller one would be best for lack of another: at 1e9, and beyond the end of the largest."""
     points = simulated()
     assert rows_at(points, "1.0e+09") == {} and [*rows_at(points, "1.3e+12")] == ["experts, s"]
