@@ -83,7 +83,7 @@ def with_next_size(points: Sequence[Point]) -> list[Point]:
 def loss_at(curve: Mapping[float, float], flops: float, beyond: float = 0.0) -> float | None:
     """Return the loss on the polynomial through the four nearest points: a straight line lies above a curve.
 
-    It is None where nothing was measured, but for this part beyond the ends.
+    Return None where nothing was measured, except within this fraction beyond the ends.
     """
     if not curve or not min(curve) / (1 + beyond) <= flops <= max(curve) * (1 + beyond):
         return None

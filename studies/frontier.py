@@ -3,18 +3,17 @@
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_blackmamba.report.charts import Chart, Line, Lines
-from megatron_blackmamba.report.confidence import half_interval, mean_of
+from megatron_blackmamba.report.confidence import mean_of
 from megatron_blackmamba.study.grids import choosing
 from megatron_blackmamba.study.points import Point, unique
 from megatron_blackmamba.study.table import Table
 from studies.fits import at_best_rates, loss_at
 from studies.fresh import WHERE
-from studies.picture import zero
+from studies.picture import banded, mean_curve, zero
 
 WHOLE_BATCHES = 0.005
 """By how much FLOPs of one budget may differ between models, since a budget is whole batches."""
@@ -53,15 +52,15 @@ def compared(points: Sequence[Point], first: str) -> Iterator[Against]:
     """
     chose, curves = _chose(points), dict[Model, dict[int, dict[float, float]]]()
     tuned = at_best_rates(points)
-    for p in tuned:
+    own = [p for p in tuned if p.variant == first and p.parameters > p.active]
+    others = [p for p in tuned if p.parameters == p.active]
+    for p in [*own, *others]:
         curves.setdefault(_model(p), {}).setdefault(p.seed, {})[p.flops] = p.loss
-    experts = {p.variant for p in tuned if p.parameters > p.active}
-    own = [p for p in tuned if p.variant == first and first in experts]
-    largest = max((model.parameters for model in curves if model.variant not in experts), default=0)
+    largest = max((p.parameters for p in others), default=0)
     for flops in sorted(unique(own, "flops")) if len(unique(own, "size")) > 1 else ():
         at = {model: _losses_at(by_seed, flops) for model, by_seed in curves.items()}
         ours = _means((model for model in at if model.variant == first), at, chose)
-        dense = _means((model for model in at if model.variant not in experts), at, chose)
+        dense = _means((model for model in at if model.variant != first), at, chose)
         for model in ours if any(each.parameters == largest for each in dense) else ():
             best = min(dense, key=lambda each: dense[each])
             fresh = sorted((at[model].keys() & at[best].keys()) - chose)
@@ -95,19 +94,17 @@ def charts(points: Sequence[Point], first: str, names: Mapping[str, str]) -> lis
     chose = _chose(points)
     shown = [p for p in at_best_rates(points) if p.seed not in chose and p.flops < 2 * found[-1].flops]
     alike: dict[str, list[Model]] = {}  # one model may stand for two sizes of the study, with other budgets
-    for model in sorted({each.model for each in found}, key=_parameters) + sorted(
-        {_model(p) for p in shown if p.parameters == p.active}, key=_parameters
-    ):
+    sizes, dense = {each.model for each in found}, {_model(p) for p in shown if p.parameters == p.active}
+    for model in (each for models in (sizes, dense) for each in sorted(models, key=attrgetter("parameters"))):
         label = f"{names.get(model.variant, model.variant)}: {model.parameters / 1e6:.2g}M parameters"
         alike.setdefault(label, []).append(model)
     losses, changes = [], []
     for i, (label, models) in enumerate(alike.items()):
         own = [each for each in found if each.model in models]
-        losses.append(Line(label, *_mean_curve(shown, models), colour=i, dashed=bool(own)))
-        mean = np.array([statistics.fmean(each.values) for each in own])
-        half = np.array([half_interval(each.values) or 0.0 for each in own])
-        x = [each.flops for each in own]
-        changes.append(Line(label, x, mean, mean - half, mean + half, colour=i, dashed=True))
+        curve = mean_curve([p for p in shown if _model(p) in models])
+        losses.append(Line(label, *curve, colour=i, dashed=bool(own)))
+        x, values = [each.flops for each in own], [each.values for each in own]
+        changes.append(banded(label, x, values, colour=i, dashed=True))
     x_label, worse = "training FLOPs", zero(changes, "experts are worse above, better below")
     return [
         Lines("Validation loss of every size, in nats", losses, x_label=x_label, log=True),
@@ -121,10 +118,6 @@ def _chose(points: Sequence[Point]) -> set[int]:
 
 def _model(point: Point) -> Model:
     return Model(point.variant, point.size, point.parameters)
-
-
-def _parameters(model: Model) -> int:
-    return model.parameters
 
 
 def _losses_at(by_seed: Mapping[int, Mapping[float, float]], flops: float) -> dict[int, float]:
@@ -148,12 +141,3 @@ def _edge(model: Model, others: Collection[Model]) -> str:
 
 def _name(model: Model, edge: str) -> str:
     return f"{model.variant}, {model.size} ({model.parameters:,}{edge and f', {edge}'})"
-
-
-def _mean_curve(points: Sequence[Point], models: Collection[Model]) -> tuple[list[float], list[float]]:
-    """Return FLOPs and the mean loss over the seeds there."""
-    losses: dict[float, list[float]] = {}
-    for p in points:
-        if _model(p) in models:
-            losses.setdefault(p.flops, []).append(p.loss)
-    return sorted(losses), [statistics.fmean(losses[flops]) for flops in sorted(losses)]

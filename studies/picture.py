@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_blackmamba.report.charts import Chart, Line, Lines
+from megatron_blackmamba.report.confidence import half_interval
 from megatron_blackmamba.study.points import Evidence, Point, chosen, unique
 from studies import fits
 
@@ -49,11 +50,24 @@ def charts(evidence: Evidence, pictured: Mapping[str, str]) -> list[Chart]:
     ]  # fmt: skip
 
 
+def mean_curve(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """Return FLOPs, and the mean loss of the points there."""
+    spent = sorted(unique(points, "flops"))
+    return spent, [statistics.fmean(p.loss for p in chosen(points, flops=each)) for each in spent]
+
+
 def curve_of(name: str, found: Sequence[fits.Difference], band_from: float = 2, **looks: Any) -> Line:
-    """Return differences over tokens per parameter, with a band where so many seeds have them."""
-    mean = np.array([each.mean for each in found])
-    half = np.array([(each.interval or 0.0) if len(each.values) >= band_from else 0.0 for each in found])
-    return Line(name, [each.per_parameter for each in found], mean, mean - half, mean + half, **looks)
+    """Return differences over tokens per parameter, with 95% intervals from `band_from` seeds on."""
+    return banded(name, [each.per_parameter for each in found], [each.values for each in found], band_from, **looks)
+
+
+def banded(
+    name: str, x: Sequence[float], values: Sequence[Sequence[float]], band_from: float = 2, **looks: Any
+) -> Line:
+    """Return the means of values over x, with 95% intervals from `band_from` values on."""
+    mean = np.array([statistics.fmean(each) for each in values])
+    half = np.array([(half_interval(each) or 0.0) if len(each) >= band_from else 0.0 for each in values])
+    return Line(name, x, mean, mean - half, mean + half, **looks)
 
 
 def zero(curves: Sequence[Line], name: str = "equal") -> list[Line]:
@@ -89,8 +103,7 @@ def _losses(
     for number, variant in enumerate([*experts, *dense]):
         for size in sizes if variant in dense else sizes[: 1 if len(experts) > 1 else None]:
             if some := chosen(points, variant=variant, size=size):
-                spent = sorted({p.flops for p in some})
-                losses = [statistics.fmean(p.loss for p in chosen(some, flops=each)) for each in spent]
+                spent, losses = mean_curve(some)
                 x = [_near(tokens, each) for each in spent]
                 name = f"{names[variant]}: {_parameters(some[0])}"
                 curves.append(Line(name, x, losses, colour=number, dashed=size != sizes[0]))

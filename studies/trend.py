@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -16,7 +15,7 @@ from megatron_blackmamba.study.points import Evidence, Point, chosen, sealed, un
 from megatron_blackmamba.study.runs import Study
 from megatron_blackmamba.study.table import Table
 from studies import differences, fits, fresh, frontier, picture, routing, tables
-from studies.picture import curve_of, zero
+from studies.picture import curve_of, mean_curve, zero
 
 measure = routing.measure
 
@@ -160,18 +159,11 @@ def _crossing(cross: fits.Crossing) -> str:
     return ", ".join(parts)
 
 
-def _means(points: Sequence[Point], field: str = "loss") -> tuple[list[float], list[float]]:
-    """Return FLOPs and the mean of a field at each budget."""
-    budgets = sorted(unique(points, "budget"))
-    at = [chosen(points, budget=budget) for budget in budgets]
-    return [some[0].flops for some in at], [statistics.fmean(getattr(p, field) for p in some) for some in at]
-
-
 def _losses(points: Sequence[Point]) -> Iterator[Chart]:
     for size in unique(points, "size"):
         curves = []
         for i, variant in enumerate(unique(points, "variant")):
-            spent, losses = _means(chosen(points, variant=variant, size=size))
+            spent, losses = mean_curve(chosen(points, variant=variant, size=size))
             curves.append(Line(variant, spent, losses, colour=i, thin=i >= charts.COLOURS))
         yield Lines(f"Size {size}, nats per token", curves, x_label="training FLOPs", log=True)
 
