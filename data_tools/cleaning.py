@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
@@ -43,6 +43,8 @@ JOBS = "slurm_jobs"
 """The file with the ids of the Slurm jobs that work in an output folder."""
 OF_SHARDS = ("shard_*", ".shard_*", "tokenizer.json")
 """Names of what `tokenize` writes into its output folder."""
+READ = "read"
+"""The folder, in one stage's, with a file for each task: the bytes of raw files that it has read."""
 _NEVER = "DependencyNeverSatisfied"
 """The reason of a pending job whose predecessor failed."""
 
@@ -114,8 +116,19 @@ class Cleaning:
         else:
             atomic.write_json(path, wanted)
 
-    def executor(self, stage: str, steps: Sequence[Any], tasks: int, after: Any = None) -> Any:
-        """Return datatrove's executor of one stage, which skips tasks that are done."""
+    def share(self, stages: Sequence["Stage"]) -> float:
+        """Return the part of the work that is done: of tasks that read raw files, by bytes."""
+        size = sum(source.bytes for part in self.parts for source in part)
+        return sum(stage.cost * stage.share(size) for stage in stages) / sum(stage.cost for stage in stages)
+
+    def stage(
+        self, name: str, steps: Sequence[Any], tasks: int, after: "Stage | None" = None, *, cost: float = 1.0
+    ) -> "Stage":
+        """Return one stage, which skips tasks that are done. cost: about its part of all work, in any unit."""
+        executor = self._executor(name, steps, tasks, after.executor if after else None)
+        return Stage(executor, self.work / name, tasks, cost)
+
+    def _executor(self, stage: str, steps: Sequence[Any], tasks: int, after: Any) -> Any:
         logs = str(self.work / stage)
         if self.options.slurm is None:
             workers = min(self.options.workers or usable_cores(), tasks)
@@ -135,6 +148,24 @@ class Cleaning:
             depends=after,
             job_id_retriever=partial(record_job, self.out_dir / WORK / JOBS),
         )
+
+
+class Stage(NamedTuple):
+    """Tasks that may run side by side, after those of the stage before."""
+
+    executor: Any
+    folder: Path
+    tasks: int
+    cost: float
+
+    def share(self, size: int) -> float:
+        """Return the part that is done; `size` bytes are to be read, if this stage reads raw files."""
+        done = self.finished() / self.tasks
+        read = sum(int(path.read_text()) for path in self.folder.glob(f"{READ}/[0-9]*"))
+        return min(read / max(size, 1), 1.0) if read and done < 1 else done
+
+    def finished(self) -> int:
+        return sum(1 for _ in self.folder.glob("completions/*"))
 
 
 class _Local(LocalPipelineExecutor):

@@ -19,7 +19,7 @@ from megatron_blackmamba.data_tools.options import (
 )
 
 if TYPE_CHECKING:
-    from megatron_blackmamba.data_tools.cleaning import Cleaning
+    from megatron_blackmamba.data_tools.cleaning import Cleaning, Stage
 
 Paths = Annotated[
     list[str], typer.Argument(metavar="INPUT... OUT_DIR", help="Files or folders; last, the output folder.")
@@ -203,7 +203,7 @@ def _cleaning(name: str, paths: Sequence[str], settings: dict[str, Any], options
 
 
 def _run(
-    task: "Cleaning", stages: Sequence[Any], as_json: bool, *, what: str = "", alone: bool = True
+    task: "Cleaning", stages: "Sequence[Stage]", as_json: bool, *, what: str = "", alone: bool = True
 ) -> dict[str, Any] | None:
     """Run the stages, print the result, and return it unless they are Slurm jobs now. alone: not one of several."""
     from megatron_blackmamba.data_tools.origins import CleaningManifest, refuse_incomplete
@@ -213,17 +213,17 @@ def _run(
     total = sum(stage.tasks for stage in stages)
 
     def state() -> State:
-        done = sum(1 for _ in task.work.glob("*/completions/*"))
-        return State(done / total, f"{done} of {total} tasks of {what or task.name}")
+        done = sum(stage.finished() for stage in stages)
+        return State(task.share(stages), f"{done} of {total} tasks of {what or task.name}")
 
     try:
         with Progress(state, quiet=task.options.slurm is not None):
-            stages[-1].run()
+            stages[-1].executor.run()
     except OSError as error:  # no space, no permission
         where, why = error.filename or task.out_dir, error.strerror or error
         raise InputError(f"{where}: {why}. Once that is put right, run the same command again") from error
     if task.options.slurm is not None and not task.done.exists():
-        print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].job_id}")
+        print(f"{task.out_dir}: submitted {len(stages)} Slurm jobs; the last one is {stages[-1].executor.job_id}")
         return None
     manifest = CleaningManifest.read(task.out_dir)  # older versions wrote none
     parts = [part.name for part in manifest.parts] if manifest else [*map(part_name, range(len(task.parts)))]

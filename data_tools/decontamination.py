@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.data_tools.cleaning import Cleaning
+from megatron_blackmamba.data_tools.cleaning import Cleaning, Stage
 from megatron_blackmamba.data_tools.evaluation_items import Evaluation, task_of
 from megatron_blackmamba.data_tools.item_index import ItemIndex
 from megatron_blackmamba.data_tools.other_fields import line
@@ -229,11 +229,12 @@ def _action(note: dict[str, Any]) -> str:
     return "removed" if note["removed"] else f"cut {begin:,} to {end:,}"
 
 
-def stages(cleaning: Cleaning, index: ItemIndex, tasks: Sequence[TaskItems], *, drop: bool, margin: int) -> list[Any]:
-    """Return the executors of both stages in order."""
+def stages(cleaning: Cleaning, index: ItemIndex, tasks: Sequence[TaskItems], *, drop: bool, margin: int) -> list[Stage]:
+    """Return both stages in order."""
     cut = _Decontaminate(cleaning, index, drop=drop, margin=margin)
-    first = cleaning.executor("1_documents", [RawDocuments(cleaning), cut, PartWriter(cleaning)], len(cleaning.parts))
-    return [first, cleaning.executor("2_removals", [_Report(cleaning, tasks)], 1, first)]
+    steps = [RawDocuments(cleaning, "1_documents"), cut, PartWriter(cleaning)]
+    first = cleaning.stage("1_documents", steps, len(cleaning.parts))
+    return [first, cleaning.stage("2_removals", [_Report(cleaning, tasks)], 1, first, cost=0.0)]
 
 
 def _removed(notes: Path) -> Iterator[Row]:

@@ -19,6 +19,8 @@ FEWEST_OPEN_FILES = 128
 RECOMMENDED_PARTS = 4000
 _PROCESS_BYTES = 250 << 20
 _BAND, _CONTENT, _DOCUMENT = 24, 40, 40
+_CHARACTERS_A_SHINGLE = 6
+"""New ones: a word of 5 letters and a space."""
 _HASHES_A_SECOND = 150e6
 """MinHashes of one core: 420 for each distinct shingle."""
 _CHARACTERS_A_SECOND = 6e6
@@ -45,7 +47,7 @@ class Estimate:
         """Estimate the cost from the first documents of some files."""
         documents, characters = _sampled(cleaning)
         hashes = options.buckets * options.hashes
-        shingles = characters / 6  # words of 5 letters and a space
+        shingles = characters / _CHARACTERS_A_SHINGLE
         row = options.buckets * _BAND + _CONTENT + _DOCUMENT + hashes / 8
         sketches = min(4 * shingles, 4096 * documents)
         bytes_of_largest = documents * max(_BAND, _CONTENT)
@@ -104,6 +106,12 @@ class Estimate:
         if self.parts > RECOMMENDED_PARTS:
             warnings.append(f"warning: {self.parts:,} parts open each other's files. Set a larger --part-size")
         return warnings
+
+
+def cost_of_signatures(options: DedupOptions) -> float:
+    """Return how many times longer they take than the other stage that reads all text."""
+    hashes = options.buckets * options.hashes / _CHARACTERS_A_SHINGLE
+    return 1 + 2 * hashes * _CHARACTERS_A_SECOND / _HASHES_A_SECOND
 
 
 def _sampled(cleaning: Cleaning) -> tuple[int, int]:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_blackmamba.data_tools.cleaning import Cleaning
-from megatron_blackmamba.data_tools.dedup_estimate import Estimate
+from megatron_blackmamba.data_tools.cleaning import Cleaning, Stage
+from megatron_blackmamba.data_tools.dedup_estimate import Estimate, cost_of_signatures
 from megatron_blackmamba.data_tools.kept_copies import Choose, DropCopies
 from megatron_blackmamba.data_tools.near_pairs import Compare, Copies, Pairs
 from megatron_blackmamba.data_tools.options import DedupOptions
@@ -29,24 +29,27 @@ def settings(options: DedupOptions) -> dict[str, Any]:
     return {**{name: getattr(options, name) for name in names}, "prefer": list(options.prefer)}
 
 
-def stages(cleaning: Cleaning, options: DedupOptions, estimate: Estimate) -> list[Any]:
-    """Return the executors of all stages in order; each depends on the one before."""
+def stages(cleaning: Cleaning, options: DedupOptions, estimate: Estimate) -> list[Stage]:
+    """Return all stages in order; each depends on the one before."""
     store = Store(cleaning.work, options)
     parts, words = len(cleaning.parts), words_of(options.language)
-    made: list[Any] = []
+    made: list[Stage] = []
 
-    def stage(name: str, tasks: int, *steps: Any) -> None:
-        made.append(cleaning.executor(name, steps, tasks, made[-1] if made else None))
+    def stage(name: str, tasks: int, *steps: Any, cost: float = 0.1) -> None:
+        made.append(cleaning.stage(name, steps, tasks, made[-1] if made else None, cost=cost))
+
+    def reading(name: str, *steps: Any, noted: bool = False, cost: float = 1.0) -> None:
+        stage(name, parts, RawDocuments(cleaning, name, noted=noted), *steps, cost=cost)
 
     if options.boilerplate:
-        stage("0_lines", parts, RawDocuments(cleaning, noted=False), Lines(store))
+        reading("0_lines", Lines(store))
         stage("0_repeated", estimate.pieces, RepeatedLines(store, options.boilerplate))
-    stage("1_signatures", parts, RawDocuments(cleaning, noted=False), Signatures(cleaning, store, words))
+    reading("1_signatures", Signatures(cleaning, store, words), cost=cost_of_signatures(options))
     stage("2_copies", estimate.pieces, Copies(store))
     stage("3_pairs", estimate.pair_tasks(options.buckets), Pairs(store, estimate.pieces))
     stage("4_similarities", parts, Compare(store))
     stage("5_choice", 1, Choose(cleaning, store))
-    stage("6_documents", parts, RawDocuments(cleaning), DropCopies(cleaning, store), PartWriter(cleaning))
+    reading("6_documents", DropCopies(cleaning, store), PartWriter(cleaning), noted=True)
     stage("7_removals", 1, Listing(cleaning, _rows, spent=store.spent))
     return made
 

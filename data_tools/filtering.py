@@ -12,7 +12,7 @@ try:
 except ImportError:  # said by `require_datatrove`
     PipelineStep = object
 
-from megatron_blackmamba.data_tools.cleaning import Cleaning
+from megatron_blackmamba.data_tools.cleaning import Cleaning, Stage
 from megatron_blackmamba.data_tools.filter_tally import REPORT, Tally, report
 from megatron_blackmamba.data_tools.parts import (
     ADDED,
@@ -141,12 +141,12 @@ def refuse_too_many(tally: Tally, at_most: float | None, *, sampled: bool = Fals
         )
 
 
-def stages(cleaning: Cleaning, rules: Sequence[Rule], by: str | None, at_most: float | None) -> list[Any]:
-    """Return the executors of both stages in order."""
+def stages(cleaning: Cleaning, rules: Sequence[Rule], by: str | None, at_most: float | None) -> list[Stage]:
+    """Return both stages in order."""
     writer = PartWriter(cleaning, folder=cleaning.work / PARTS)
-    steps = [RawDocuments(cleaning), _Filters(cleaning, rules, by), writer]
-    first = cleaning.executor("1_documents", steps, len(cleaning.parts))
-    return [first, cleaning.executor("2_removals", [_Publish(cleaning, rules, at_most)], 1, first)]
+    steps = [RawDocuments(cleaning, "1_documents"), _Filters(cleaning, rules, by), writer]
+    first = cleaning.stage("1_documents", steps, len(cleaning.parts))
+    return [first, cleaning.stage("2_removals", [_Publish(cleaning, rules, at_most)], 1, first, cost=0.0)]
 
 
 def sample(cleaning: Cleaning, rules: Sequence[Rule], by: str | None, most: int) -> Tally:

@@ -1,10 +1,12 @@
 """The steps of a cleaning: raw files as datatrove documents, cleaned parts, and the list of removals."""
 
+import contextlib
 import csv
 import io
 import json
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +25,7 @@ except ImportError:  # said by `require_datatrove`
     PipelineStep = object
 
 from megatron_blackmamba.data_tools.batches import Batch
-from megatron_blackmamba.data_tools.cleaning import Cleaning
+from megatron_blackmamba.data_tools.cleaning import READ, Cleaning
 from megatron_blackmamba.data_tools.origins import COLUMNS, REMOVED, CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.other_fields import beside, line, origin_of
 from megatron_blackmamba.data_tools.readers import Reader
@@ -41,6 +43,8 @@ ADDED = "added"
 ORIGIN, REST = "origin", "rest"
 """The metadata that are the raw file and record of a document, and its other fields."""
 _LEVEL = 3
+_TELL_EVERY = 1.0
+"""Seconds between updates of what a task has read."""
 _SAMPLED_FILES = 64
 
 
@@ -55,10 +59,11 @@ class RawDocuments(PipelineStep):
     type = "📖 - READER"
     name = "raw documents"
 
-    def __init__(self, cleaning: Cleaning, *, noted: bool = True) -> None:
+    def __init__(self, cleaning: Cleaning, stage: str, *, noted: bool = True) -> None:
         """Set up the step; with `noted`, records that do not become documents are noted, and the files read."""
         super().__init__()
         self.cleaning, self.noted = cleaning, noted
+        self.progress = cleaning.work / stage / READ
 
     def run(self, data: Any, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the documents of one part; `metadata` holds the raw file, the record and its other fields."""
@@ -82,7 +87,7 @@ class RawDocuments(PipelineStep):
             note(source, *bad)
 
         raw: list[dict[str, Any]] = []
-        cleanings = Cleanings()
+        cleanings, read, told = Cleanings(), 0, -_TELL_EVERY
         for source in self.cleaning.parts[rank]:
             cleaned = cleanings.is_part(source.path)
             reader = Reader(source.path, source.format, options, partial(reject, source))
@@ -90,6 +95,9 @@ class RawDocuments(PipelineStep):
                 if os.getppid() != parent:
                     raise InputError("the program that started this task has ended")
                 records += len(batch.texts)
+                if time.monotonic() - told > _TELL_EVERY:
+                    told = time.monotonic()
+                    self._tell(rank, read + reader.bytes_read)
                 for document in _documents_in(batch, source, cleaned):
                     if not document.text:
                         note(source, document.metadata["record"], EMPTY, "the text has no character")
@@ -97,11 +105,18 @@ class RawDocuments(PipelineStep):
                     self.stat_update("documents")
                     yield document
             _refuse_changed(source, reader)
+            read += reader.bytes_read
             origins = cleanings.origins_of(source.path, reader.sha256, reader.unpacked_sha256)
             behind = [each.model_dump() for each in origins]
             raw.append({"name": source.name, "sha256": reader.sha256, "origins": behind})
         log.check(records + log.total)
+        self._tell(rank, read)
         return raw
+
+    def _tell(self, rank: int, read: int) -> None:
+        if self.cleaning.options.slurm is None:  # else nobody looks
+            with contextlib.suppress(OSError):
+                atomic.write_text(self.progress / f"{rank:05d}", str(read))
 
 
 def _documents_in(batch: Batch, source: Source, cleaned: bool) -> Iterator[Any]:

@@ -288,7 +288,7 @@ def test_files_that_change_meanwhile_are_refused(write_jsonl, tmp_path, change):
         os.utime(corpus, ns=(planned[0].modified_ns + 1_000_000_000,) * 2)
     work = cleaning.Cleaning("dedup", [planned], tmp_path / "out", ReadOptions(), Tolerance(), CleaningOptions(), {})
     with pytest.raises(InputError, match="changed while this ran"):
-        list(parts.RawDocuments(work, noted=False).run(None, 0, 1))
+        list(parts.RawDocuments(work, "1_documents", noted=False).run(None, 0, 1))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ pytest.importorskip("datatrove", reason="datatrove is not installed: pip install
 
 from benchmarks.cleaning import Words
 from benchmarks.dedup_scale import write_corpus
-from megatron_blackmamba.data_tools import dedup_estimate, sorted_runs
+from megatron_blackmamba.data_tools import dedup_estimate, deduplication, parts, sorted_runs
 from megatron_blackmamba.data_tools.batches import ReadOptions
 from megatron_blackmamba.data_tools.cleaning import Cleaning
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
@@ -402,3 +402,20 @@ def test_estimate_is_near_the_measured_cost(tmp_path):
     for large, message in (({"disk": 10**18}, "1000000.0 TB"), ({"files": 10**18}, "more files"), ({}, "--memory 1$")):
         with pytest.raises(InputError, match=message):
             replace(estimate, **large).check(tmp_path / "out", memory_gb=0.1)
+
+
+def test_progress_goes_by_bytes_read(write_jsonl, tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_TELL_EVERY", 0.0)
+    small, large = write_jsonl("a.jsonl", ["short"]), write_jsonl("b.jsonl", ["a long text " * 90])
+    sources = find_sources([str(small), str(large)]).sources
+    cleaning = Cleaning(
+        "dedup", [[each] for each in sources], tmp_path / "out", ReadOptions(), Tolerance(), DedupOptions(), {}
+    )
+    stages = deduplication.stages(cleaning, DedupOptions(), dedup_estimate.Estimate.of(cleaning, DedupOptions()))
+    signatures, read = stages[0], small.stat().st_size / (small.stat().st_size + large.stat().st_size)
+    shares = [cleaning.share(stages)]
+    for rank in range(2):
+        next(parts.RawDocuments(cleaning, "1_signatures", noted=False).run(None, rank, 2))
+        shares.append(cleaning.share(stages))
+    whole = signatures.cost / sum(stage.cost for stage in stages)
+    assert shares == pytest.approx([0.0, read * whole, whole])
