@@ -161,7 +161,7 @@ class Stage(NamedTuple):
     def share(self, size: int) -> float:
         """Return the part that is done; `size` bytes are to be read, if this stage reads raw files."""
         done = self.finished() / self.tasks
-        read = sum(int(path.read_text()) for path in self.folder.glob(f"{READ}/[0-9]*"))
+        read = sum(int(path.read_text(encoding="ascii")) for path in self.folder.glob(f"{READ}/[0-9]*"))
         return min(read / max(size, 1), 1.0) if read and done < 1 else done
 
     def finished(self) -> int:
