@@ -44,7 +44,7 @@ JOBS = "slurm_jobs"
 OF_SHARDS = ("shard_*", ".shard_*", "tokenizer.json")
 """Names of what `tokenize` writes into its output folder."""
 READ = "read"
-"""The folder, in one stage's, with a file for each task: the bytes of raw files that it has read."""
+"""The folder in which each task of a stage notes how many bytes of raw files it has read."""
 _NEVER = "DependencyNeverSatisfied"
 """The reason of a pending job whose predecessor failed."""
 
@@ -118,14 +118,14 @@ class Cleaning:
 
     def share(self, stages: Sequence["Stage"]) -> float:
         """Return the part of the work that is done: of tasks that read raw files, by bytes."""
-        size = sum(source.bytes for part in self.parts for source in part)
-        return sum(stage.cost * stage.share(size) for stage in stages) / sum(stage.cost for stage in stages)
+        sizes = [sum(source.bytes for source in part) for part in self.parts]
+        return sum(stage.cost * stage.share(sizes) for stage in stages) / sum(stage.cost for stage in stages)
 
     def stage(
-        self, name: str, steps: Sequence[Any], tasks: int, after: "Stage | None" = None, *, cost: float = 1.0
+        self, name: str, steps: Sequence[Any], tasks: int, before: Sequence["Stage"] = (), *, cost: float
     ) -> "Stage":
-        """Return one stage, which skips tasks that are done. cost: about its part of all work, in any unit."""
-        executor = self._executor(name, steps, tasks, after.executor if after else None)
+        """Return one stage after those before, which skips tasks that are done. cost: about its part of all work."""
+        executor = self._executor(name, steps, tasks, before[-1].executor if before else None)
         return Stage(executor, self.work / name, tasks, cost)
 
     def _executor(self, stage: str, steps: Sequence[Any], tasks: int, after: Any) -> Any:
@@ -151,21 +151,25 @@ class Cleaning:
 
 
 class Stage(NamedTuple):
-    """Tasks that may run side by side, after those of the stage before."""
+    """Tasks that may run side by side, once the stage before has finished."""
 
     executor: Any
     folder: Path
     tasks: int
     cost: float
 
-    def share(self, size: int) -> float:
-        """Return the part that is done; `size` bytes are to be read, if this stage reads raw files."""
-        done = self.finished() / self.tasks
-        read = sum(int(path.read_text(encoding="ascii")) for path in self.folder.glob(f"{READ}/[0-9]*"))
-        return min(read / max(size, 1), 1.0) if read and done < 1 else done
+    def share(self, sizes: Sequence[int]) -> float:
+        """Return the part that is done, by the bytes of each task's part where this stage reads raw files."""
+        finished = self.finished()
+        if len(finished) == self.tasks or not (self.folder / READ).is_dir():
+            return len(finished) / self.tasks
+        begun = [path for path in self.folder.glob(f"{READ}/[0-9]*") if path.name not in finished]
+        read = sum(sizes[int(rank)] for rank in finished) + sum(int(path.read_text(encoding="ascii")) for path in begun)
+        return min(read / max(sum(sizes), 1), 1.0)
 
-    def finished(self) -> int:
-        return sum(1 for _ in self.folder.glob("completions/*"))
+    def finished(self) -> set[str]:
+        """Return the ranks of finished tasks, as datatrove writes them: 00000."""
+        return {path.name for path in self.folder.glob("completions/*")}
 
 
 class _Local(LocalPipelineExecutor):

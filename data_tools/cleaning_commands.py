@@ -213,7 +213,7 @@ def _run(
     total = sum(stage.tasks for stage in stages)
 
     def state() -> State:
-        done = sum(stage.finished() for stage in stages)
+        done = sum(len(stage.finished()) for stage in stages)
         return State(task.share(stages), f"{done} of {total} tasks of {what or task.name}")
 
     try:

@@ -10,7 +10,7 @@ from megatron_blackmamba.data_tools.cleaning import Cleaning, Stage
 from megatron_blackmamba.data_tools.evaluation_items import Evaluation, task_of
 from megatron_blackmamba.data_tools.item_index import ItemIndex
 from megatron_blackmamba.data_tools.other_fields import line
-from megatron_blackmamba.data_tools.parts import ADDED, Listing, PartWriter, RawDocuments, Row, read_notes
+from megatron_blackmamba.data_tools.parts import ADDED, Listing, PartWriter, Row, read_notes, reading
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.words import normalize, spans
 from megatron_blackmamba.formats import atomic
@@ -232,9 +232,8 @@ def _action(note: dict[str, Any]) -> str:
 def stages(cleaning: Cleaning, index: ItemIndex, tasks: Sequence[TaskItems], *, drop: bool, margin: int) -> list[Stage]:
     """Return both stages in order."""
     cut = _Decontaminate(cleaning, index, drop=drop, margin=margin)
-    steps = [RawDocuments(cleaning, "1_documents"), cut, PartWriter(cleaning)]
-    first = cleaning.stage("1_documents", steps, len(cleaning.parts))
-    return [first, cleaning.stage("2_removals", [_Report(cleaning, tasks)], 1, first, cost=0.0)]
+    first = reading(cleaning, "1_documents", cut, PartWriter(cleaning))
+    return [first, cleaning.stage("2_removals", [_Report(cleaning, tasks)], 1, [first], cost=0.0)]
 
 
 def _removed(notes: Path) -> Iterator[Row]:

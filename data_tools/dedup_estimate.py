@@ -20,7 +20,7 @@ RECOMMENDED_PARTS = 4000
 _PROCESS_BYTES = 250 << 20
 _BAND, _CONTENT, _DOCUMENT = 24, 40, 40
 _CHARACTERS_A_SHINGLE = 6
-"""New ones: a word of 5 letters and a space."""
+"""A word of 5 letters and a space add one."""
 _HASHES_A_SECOND = 150e6
 """MinHashes of one core: 420 for each distinct shingle."""
 _CHARACTERS_A_SECOND = 6e6
@@ -66,7 +66,7 @@ class Estimate:
         )
 
     def pair_tasks(self, buckets: int) -> int:
-        """Return the number of tasks that find pairs; of few documents, one finds those of several buckets."""
+        """Return the number of tasks that find pairs; with few documents, each task takes several buckets."""
         return min(buckets * self.pieces, max(8, self.documents // 10_000))
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from megatron_blackmamba.data_tools.dedup_estimate import Estimate, cost_of_sign
 from megatron_blackmamba.data_tools.kept_copies import Choose, DropCopies
 from megatron_blackmamba.data_tools.near_pairs import Compare, Copies, Pairs
 from megatron_blackmamba.data_tools.options import DedupOptions
-from megatron_blackmamba.data_tools.parts import Listing, PartWriter, RawDocuments, Row, read_notes
+from megatron_blackmamba.data_tools.parts import Listing, PartWriter, Row, read_notes, reading
 from megatron_blackmamba.data_tools.rejects import InputError
 from megatron_blackmamba.data_tools.signatures import Lines, RepeatedLines, Signatures, Store
 from megatron_blackmamba.data_tools.splitters import words_of
@@ -35,21 +35,21 @@ def stages(cleaning: Cleaning, options: DedupOptions, estimate: Estimate) -> lis
     parts, words = len(cleaning.parts), words_of(options.language)
     made: list[Stage] = []
 
-    def stage(name: str, tasks: int, *steps: Any, cost: float = 0.1) -> None:
-        made.append(cleaning.stage(name, steps, tasks, made[-1] if made else None, cost=cost))
+    def stage(name: str, tasks: int, *steps: Any) -> None:
+        made.append(cleaning.stage(name, steps, tasks, made, cost=0.1))
 
-    def reading(name: str, *steps: Any, noted: bool = False, cost: float = 1.0) -> None:
-        stage(name, parts, RawDocuments(cleaning, name, noted=noted), *steps, cost=cost)
+    def read(name: str, *steps: Any, noted: bool = False, cost: float = 1.0) -> None:
+        made.append(reading(cleaning, name, *steps, noted=noted, before=made, cost=cost))
 
     if options.boilerplate:
-        reading("0_lines", Lines(store))
+        read("0_lines", Lines(store))
         stage("0_repeated", estimate.pieces, RepeatedLines(store, options.boilerplate))
-    reading("1_signatures", Signatures(cleaning, store, words), cost=cost_of_signatures(options))
+    read("1_signatures", Signatures(cleaning, store, words), cost=cost_of_signatures(options))
     stage("2_copies", estimate.pieces, Copies(store))
     stage("3_pairs", estimate.pair_tasks(options.buckets), Pairs(store, estimate.pieces))
     stage("4_similarities", parts, Compare(store))
     stage("5_choice", 1, Choose(cleaning, store))
-    reading("6_documents", DropCopies(cleaning, store), PartWriter(cleaning), noted=True)
+    read("6_documents", DropCopies(cleaning, store), PartWriter(cleaning), noted=True)
     stage("7_removals", 1, Listing(cleaning, _rows, spent=store.spent))
     return made
 

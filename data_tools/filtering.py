@@ -20,11 +20,11 @@ from megatron_blackmamba.data_tools.parts import (
     REST,
     Listing,
     PartWriter,
-    RawDocuments,
     RemovalLog,
     Row,
     first_documents,
     read_notes,
+    reading,
 )
 from megatron_blackmamba.data_tools.recipes import Rule
 from megatron_blackmamba.data_tools.rejects import InputError
@@ -144,9 +144,8 @@ def refuse_too_many(tally: Tally, at_most: float | None, *, sampled: bool = Fals
 def stages(cleaning: Cleaning, rules: Sequence[Rule], by: str | None, at_most: float | None) -> list[Stage]:
     """Return both stages in order."""
     writer = PartWriter(cleaning, folder=cleaning.work / PARTS)
-    steps = [RawDocuments(cleaning, "1_documents"), _Filters(cleaning, rules, by), writer]
-    first = cleaning.stage("1_documents", steps, len(cleaning.parts))
-    return [first, cleaning.stage("2_removals", [_Publish(cleaning, rules, at_most)], 1, first, cost=0.0)]
+    first = reading(cleaning, "1_documents", _Filters(cleaning, rules, by), writer)
+    return [first, cleaning.stage("2_removals", [_Publish(cleaning, rules, at_most)], 1, [first], cost=0.0)]
 
 
 def sample(cleaning: Cleaning, rules: Sequence[Rule], by: str | None, most: int) -> Tally:

@@ -25,7 +25,7 @@ except ImportError:  # said by `require_datatrove`
     PipelineStep = object
 
 from megatron_blackmamba.data_tools.batches import Batch
-from megatron_blackmamba.data_tools.cleaning import READ, Cleaning
+from megatron_blackmamba.data_tools.cleaning import READ, Cleaning, Stage
 from megatron_blackmamba.data_tools.origins import COLUMNS, REMOVED, CleaningManifest, Cleanings, Part, part_of
 from megatron_blackmamba.data_tools.other_fields import beside, line, origin_of
 from megatron_blackmamba.data_tools.readers import Reader
@@ -110,13 +110,20 @@ class RawDocuments(PipelineStep):
             behind = [each.model_dump() for each in origins]
             raw.append({"name": source.name, "sha256": reader.sha256, "origins": behind})
         log.check(records + log.total)
-        self._tell(rank, read)
         return raw
 
     def _tell(self, rank: int, read: int) -> None:
         if self.cleaning.options.slurm is None:  # else nobody looks
             with contextlib.suppress(OSError):
                 atomic.write_text(self.progress / f"{rank:05d}", str(read))
+
+
+def reading(
+    cleaning: Cleaning, name: str, *steps: Any, noted: bool = True, before: Sequence[Stage] = (), cost: float = 1.0
+) -> Stage:
+    """Return a stage whose steps take the raw documents, one part a task."""
+    first = RawDocuments(cleaning, name, noted=noted)
+    return cleaning.stage(name, [first, *steps], len(cleaning.parts), before, cost=cost)
 
 
 def _documents_in(batch: Batch, source: Source, cleaned: bool) -> Iterator[Any]:

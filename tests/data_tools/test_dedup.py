@@ -22,7 +22,7 @@ from benchmarks.cleaning import Words
 from benchmarks.dedup_scale import write_corpus
 from megatron_blackmamba.data_tools import dedup_estimate, deduplication, parts, sorted_runs
 from megatron_blackmamba.data_tools.batches import ReadOptions
-from megatron_blackmamba.data_tools.cleaning import Cleaning
+from megatron_blackmamba.data_tools.cleaning import READ, Cleaning
 from megatron_blackmamba.data_tools.near_pairs import BAND, HEADS, WINDOW, propose
 from megatron_blackmamba.data_tools.options import DedupOptions
 from megatron_blackmamba.data_tools.rejects import InputError, Tolerance
@@ -419,3 +419,7 @@ def test_progress_goes_by_bytes_read(write_jsonl, tmp_path, monkeypatch):
         shares.append(cleaning.share(stages))
     whole = signatures.cost / sum(stage.cost for stage in stages)
     assert shares == pytest.approx([0.0, read * whole, whole])
+    (signatures.folder / "completions").mkdir()
+    (signatures.folder / "completions" / "00000").touch()
+    (signatures.folder / READ / "00001").unlink()
+    assert cleaning.share(stages) == pytest.approx(read * whole)
