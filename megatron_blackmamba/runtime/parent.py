@@ -40,9 +40,8 @@ def follow_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Become the command in the arguments, of lowest priority, ending with the process named before it."""
+    """Become the command in the arguments, ending with the process named before it."""
     die_with_parent(int(sys.argv[1]))
-    os.nice(19)
     os.execv(sys.argv[2], sys.argv[2:])  # the kernel keeps the request
 
 

@@ -86,6 +86,26 @@ def test_waiting_checkpoints_are_protected_and_scored_at_multiples(tmp_path):
     assert not scores.busy and not any(is_claimed(tmp_path, step) for step in (12, 20))
 
 
+def test_scoring_yields_until_the_last_step(tmp_path):
+    scores = Sleeping(EvaluationConfig(every=10, data=str(tmp_path)), RunFolder(tmp_path), print)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def priority():
+        wait_until(lambda: processes(tmp_path))  # a process that has just begun has no command line yet
+        (pid,) = processes(tmp_path)
+        assert scores.busy
+        return os.getpriority(os.PRIO_PROCESS, pid)
+
+    scores.saved(10)
+    assert priority() == 19
+    scores.hurry()
+    assert priority() == (own if os.geteuid() == 0 else 19)  # only root may raise it
+    scores.stop()
+    scores.saved(20)
+    assert priority() == own
+    scores.stop()
+
+
 def test_a_moved_folder_costs_scores_alone(tmp_path, monkeypatch):
     """Claims that can neither be renewed nor made do not reach the run."""
     said, run = [], tmp_path / "run"

@@ -1,5 +1,9 @@
-"""Commands beside training: one at a time, in a process of low priority that ends with the run, however that ends."""
+"""Commands beside training: one at a time, each in a process that yields to the steps and ends with the run.
 
+Steps that wait for nothing can starve them on a busy machine, so none of them yields once the last step is taken.
+"""
+
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,6 +14,7 @@ from typing import IO, Any
 APART: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 """Ctrl-C ends a run after its step, and this process with it. A session of its own would compete with the run's."""
 
+LOWEST_PRIORITY = 19
 LAST_BYTES = 4096
 
 
@@ -22,6 +27,7 @@ class Background:
     def __init__(self) -> None:
         self.waiting: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
+        self._yields = True
         self._said: IO[bytes]  # a file: a pipe would fill during a long command, which then never ends
 
     def command(self, step: int) -> Sequence[str]:
@@ -43,6 +49,14 @@ class Background:
         self.poll()
         return self._process is not None
 
+    def hurry(self) -> None:
+        """Let commands have the priority of the run itself from now on, as no further step waits for a processor.
+
+        A command that runs already can be raised by root alone.
+        """
+        self._yields = False
+        self._set_priority(os.getpriority(os.PRIO_PROCESS, 0))
+
     def poll(self) -> None:
         """Handle the end of a command, and begin the next; waits for nothing."""
         if self._process is not None and self._process.poll() is not None:
@@ -63,6 +77,13 @@ class Background:
             stderr=self._said,
             **APART,
         )
+        if self._yields:
+            self._set_priority(LOWEST_PRIORITY)
+
+    def _set_priority(self, priority: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(OSError):  # it has ended, or may not be raised
+                os.setpriority(os.PRIO_PGRP, self._process.pid, priority)  # all its threads
 
     def stop(self) -> None:
         """End the command that runs, and drop the others."""

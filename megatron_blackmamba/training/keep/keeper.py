@@ -120,9 +120,15 @@ class Keeper:
         return self._saver.settled()
 
     def last(self, step: int, wanted: bool) -> bool:
-        """Finish the save under way, then save the last step of this job if wanted; return whether it is on disk."""
+        """Finish the save under way, then save the last step of this job if wanted; return whether it is on disk.
+
+        Checks and scores no longer yield from here on.
+        """
         self._saver.wait()
-        return wanted and (step == 0 or self._saver.last(step))
+        saved = wanted and (step == 0 or self._saver.last(step))
+        for each in self._beside:
+            each.hurry()
+        return saved
 
     @property
     def another_start_may_save(self) -> bool:
