@@ -1,4 +1,4 @@
-"""Tests that `make test` leaves to `make test-all`, which `.ci/run` calls: more cases of what the others test in one.
+"""Tests that `make test` leaves to `make test-all`: more cases of what the others test in one.
 
 A case is everyday if a fault that developers make would not show without it. `pytest FILE` runs both.
 """
