@@ -59,6 +59,7 @@ def test_exports_that_fail_their_check_are_reported(tmp_path):
     with open(folder.export(1) / "modeling_blackmamba.py", "a") as file:
         file.write("raise ImportError('no such name')\n")
     checks = ExportChecks("short", folder, reported.append)
+    checks.hurry()  # other tests would starve it
     checks.add(1)
     wait_until(lambda: not checks.busy)
     (failed,) = reported
@@ -84,6 +85,7 @@ class Chatty(Background):
 
 def test_a_command_may_say_much():
     chatty = Chatty()
+    chatty.hurry()  # other tests would starve it
     chatty.add(1)
     wait_until(lambda: not chatty.busy)
     (problem,) = chatty.problems
