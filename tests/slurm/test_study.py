@@ -29,7 +29,8 @@ def test_study_submits_each_run_once_and_collects_it(slurm, tmp_path):
         return slurm.run(sys.executable, "-m", "megatron_blackmamba", *words, cwd=tmp_path, check=False)
 
     first, second = call(), call()
-    assert first.returncode == second.returncode == STOPPED_ON_REQUEST, first.stderr + second.stderr
+    assert first.returncode == STOPPED_ON_REQUEST, first.stderr
+    assert second.returncode in (STOPPED_ON_REQUEST, 0), second.stderr  # the short run may have ended before it looks
     (job,) = re.findall(r"run-blackmamba-small-seed1: job (\d+)", first.stderr)
     assert ": job " not in second.stderr, "a run that is in the queue was submitted again"
     (cell,) = study.runs(study.learning_rates())
